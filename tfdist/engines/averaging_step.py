@@ -35,7 +35,7 @@ from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import contribution, losses, one_replica, step_times
 from tfdist.step.losses import ReplicaLosses
 from tfdist.step.one_replica import copies_of
-from tfdist.step.replicas import KeptValues, counted_by, filled_on_devices, may_lack_examples
+from tfdist.step.replicas import counted_by, filled_on_devices, may_lack_examples, restored_unless
 from tfdist.step.step import Step
 from tfdist.transport import buckets
 
@@ -477,17 +477,13 @@ def _variables(model: keras.Model) -> list[Any]:
     return [*one_replica.variables_of(model), *trained]
 
 
-@contextlib.contextmanager
-def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> Iterator[None]:
+def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> contextlib.AbstractContextManager:
     """Restores metrics and statistics after a step without examples; None is a part that has some."""
     if part is None:
-        yield
-        return
+        return contextlib.nullcontext()
     counted = counted_by(losses.model, losses.trackers_of_sums(part.total is not None))
     variables = [*models.statistics_of(losses.model), *counted]
-    kept = KeptValues(one_replica.copies_of(variable)[index] for variable in variables)
-    yield
-    kept.restore_unless(splitting.rows(part.batch))
+    return restored_unless(splitting.rows(part.batch), [one_replica.copies_of(each)[index] for each in variables])
 
 
 # Sorts the variables of a model and its optimizers: what is averaged, stays a replica's own, or begins anew.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -87,10 +88,9 @@ def _masks(operation: Any, sources: set[Any]) -> bool:
 # Scaling of the losses of a user's own step, so that several replicas train as one device.
 #
 # The loss of a batch is a mean over its examples, so several replicas' gradients are averaged. Keras divides the
-# losses
-# that it computes itself by `num_replicas_in_sync`, and sums gradients. A loss that a step computes with
-# `tf.reduce_mean`
-# is not divided: under the stock strategies its gradients are too large by a factor of the number of replicas.
+# losses that it computes itself by `num_replicas_in_sync`, and sums gradients. A loss that a step computes with
+# `tf.reduce_mean` is not divided: under the stock strategies its gradients are too large by a factor of the number of
+# replicas.
 #
 # Within `counted_as_one`, `strategy.num_replicas_in_sync` is 1 in replica context. So neither Keras nor
 # `tf.nn.compute_average_loss` divides, and every loss of the step is the mean over the replica's own examples. The
@@ -99,6 +99,8 @@ def _masks(operation: Any, sources: set[Any]) -> bool:
 
 # Attribute of strategies: True while `num_replicas_in_sync` is 1 on a replica.
 FLAG = "counts_as_one_replica"
+# One trace at a time sets it, whatever engine traces: two threads may fit two models.
+_TRACING = threading.RLock()
 _STEPS = ("train_step", "test_step")
 
 
@@ -131,12 +133,13 @@ def counted_as_one(strategy: Any, step: Step) -> Iterator[bool]:
     Yields:
       True if it has its own loss; then the gradients must be divided by the number of replicas.
     """
-    before, applies = getattr(strategy, FLAG, False), has_own_loss(step)
-    patching.put(strategy, FLAG, applies)
-    try:
-        yield applies
-    finally:
-        patching.put(strategy, FLAG, before)
+    with _TRACING:
+        before, applies = getattr(strategy, FLAG, False), has_own_loss(step)
+        patching.put(strategy, FLAG, applies)
+        try:
+            yield applies
+        finally:
+            patching.put(strategy, FLAG, before)
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,9 +35,6 @@ from tfdist.step import gradients, losses, one_replica, rehearsal, scope, step_t
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.step import Step
 
-# One trace at a time: `losses.counted_as_one` sets an attribute of the strategy, and two threads may fit two
-# models.
-_TRACING = threading.RLock()
 # Set on tensors that are the same on all replicas already.
 REDUCED = "_tfdist_reduced"
 
@@ -79,7 +75,7 @@ def run_step(
         shares = shares_of(batches) if shares_of else Shares.of(*given)
         if times and shares and not shares_of and replicas.has_other_workers(strategy):
             times.start_computing(shares.total)
-        with _TRACING, losses.counted_as_one(strategy, step) as has_own_loss:
+        with losses.counted_as_one(strategy, step) as has_own_loss:
             weights = losses.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
             weigh, finish = _before_sum(strategy, weights, batches), _after_sum(strategy, weights, batches)
             postponed = None
@@ -184,15 +180,14 @@ def _filled(
     if shares is None or not (may_be_empty or shares.holders is not None):
         yield step.function, data
         return
-    counted = [one_replica.copies_of(variable) for variable in counted_by(step.model, weights.trackers_of_sums())]
-    kept = [KeptValues(each[replica] for each in counted) for replica in range(len(parts))]
+    function = step.function
     if may_be_empty:
-        data = _distributed(data, filled_on_devices(parts))
-        yield without_terms(step.function, shares.rows), data
-    else:
-        yield step.function, data
-    for before, rows in zip(kept, shares.rows, strict=True):
-        before.restore_unless(rows)
+        function, data = without_terms(function, shares.rows), _distributed(data, filled_on_devices(parts))
+    counted = [one_replica.copies_of(variable) for variable in counted_by(step.model, weights.trackers_of_sums())]
+    with contextlib.ExitStack() as stack:
+        for replica, rows in enumerate(shares.rows):
+            stack.enter_context(restored_unless(rows, [each[replica] for each in counted]))
+        yield function, data
 
 
 def _is_divided(data: Any, num_parts: int) -> bool:
@@ -612,30 +607,23 @@ def _ragged_zeros(leaf: tf.RaggedTensor) -> Any:
     return tf.RaggedTensor.from_row_splits(_ragged_zeros(leaf.values), tf.constant([0, 1], leaf.row_splits.dtype))
 
 
-class KeptValues:
-    """The values of variables on a replica before a step.
+@contextlib.contextmanager
+def restored_unless(rows: tf.Tensor, copies: Iterable[tf.Variable]) -> Iterator[None]:
+    """Gives the variables of a replica's device the values before this block again if the replica has no examples."""
+    before = []
+    for copy in copies:
+        with tf.device(copy.device):
+            before.append((copy, copy.read_value()))
+    yield
 
-    Args:
-      copies: the variables of that replica's device.
-    """
-
-    def __init__(self, copies: Iterable[tf.Variable]) -> None:
-        self._before = []
-        for copy in copies:
+    def restore() -> tf.Tensor:
+        for copy, value in before:
             with tf.device(copy.device):
-                self._before.append((copy, copy.read_value()))
+                copy.assign(value)
+        return tf.constant(True)
 
-    def restore_unless(self, rows: tf.Tensor) -> None:
-        """Gives the variables these values again if the replica had no examples."""
-
-        def restore() -> tf.Tensor:
-            for copy, value in self._before:
-                with tf.device(copy.device):
-                    copy.assign(value)
-            return tf.constant(True)
-
-        if self._before:
-            tf.cond(rows > 0, lambda: tf.constant(False), restore)
+    if before:
+        tf.cond(rows > 0, lambda: tf.constant(False), restore)
 
 
 def counted_by(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses that a step computes itself are counted as those of one replica, while the step is traced."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import pytest
+
+import tfdist
+from tfdist.step import losses
+from tfdist.step.step import Step
+
+pytestmark = pytest.mark.devices
+
+
+class Own(keras.Sequential):
+    """A model whose step may have a loss of its own."""
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_steps_that_two_threads_trace_do_not_change_each_other_s_flag():
+    strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
+    models = [kind([keras.Input((3,)), keras.layers.Dense(1)]) for kind in (Own, keras.Sequential)]
+    for model in models:
+        model.compile("sgd", "mse")
+    own, other = (Step(model.train_step) for model in models)
+    is_left = threading.Event()
+
+    def trace() -> None:
+        with losses.counted_as_one(strategy, other):
+            is_left.wait(20)
+
+    thread = threading.Thread(target=trace)
+    with losses.counted_as_one(strategy, own) as has_own_loss:
+        thread.start()
+        # Long enough for the thread to set the flag, if it may.
+        thread.join(0.3)
+        assert has_own_loss
+        assert strategy.counts_as_one_replica
+    is_left.set()
+    thread.join(20)
+    assert not strategy.counts_as_one_replica
