@@ -70,7 +70,10 @@ _add(
 
 # Gradient transforms.
 
-TRANSFORMS = ("transforms, clip after the sum", "transforms, clip rows after the sum", "transforms, identity")
+TRANSFORMS = (
+    *("transforms, clip after the sum", "transforms, clip rows after the sum"),
+    *("transforms, identity", "transforms, identity, rows"),
+)
 
 
 @contextlib.contextmanager
@@ -105,13 +108,14 @@ def _clip_rows_after_the_sum(strategy: Any) -> Any:
     return _clipped(strategy, **_rows, steps_per_execution=4)
 
 
-@_case(TRANSFORMS[2])
-def _identity(strategy: Any) -> Any:
+@_case(TRANSFORMS[2], False)
+@_case(TRANSFORMS[3], True)
+def _identity(strategy: Any, has_rows: bool) -> Any:
     """Whether the weights are those without transforms, to the bit."""
     found = []
     for places in ((), tfdist.transforms.PLACES):
         with _with_transforms(strategy, *(tfdist.transforms.identity(each) for each in places)):
-            found.append(training.trained(strategy, lambda: OPTIMIZERS.SGD(0.1)))
+            found.append(training.trained(strategy, lambda: OPTIMIZERS.SGD(0.1), **(_rows if has_rows else {})))
     without, with_identity = found
     same = [np.array_equal(*pair) for pair in zip(without[0], with_identity[0], strict=True)]
     return float(all(same)), with_identity

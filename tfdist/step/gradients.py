@@ -5,11 +5,11 @@
     at the update  sum of the gradients               --> "update"  --> optimizer
 
 These are two calls, `Transforms.on_replica` and `Transforms.at_update`, in two places: where a step of all replicas
-patches `optimizer.apply` (`replicated_step`), and in the two halves of a split step (`split_train_step`). Workers of
-parameter servers run "arrival" where an update adds their gradients up, `Transforms.at_arrival`; without a policy they
-run all of it themselves.
+patches `optimizer.apply` (`replicas`), and in the two halves of a split step (`split`). Workers of parameter servers
+run "arrival" where an update adds their gradients up; without a policy they run all of it themselves.
 
-`Transforms` belongs to a strategy. It owns the state by optimizer and variables; a `Memory` says where that is.
+`Transforms` belongs to a strategy. It owns the state by optimizer and variables; a `Memory` says where that is. The
+state of a codec is one of these, too (`ErrorFeedback`).
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class ProcessMemory(Memory):
     Args:
       strategy: the strategy.
       exchange: carries arrays from one worker to all (`num_workers`, `index`, `broadcast`; see
-        `transport.messages.Messages`); None if there is one worker.
+        `transport.sums.Messages`); None if there is one worker.
     """
 
     def __init__(self, strategy: Any, exchange: Any = None) -> None:
