@@ -82,7 +82,7 @@ def _first_process(contender: str) -> int:
 
 
 def _is_guard(process: psutil.Process) -> bool:
-    return any(part.endswith("_guard.py") for part in process.cmdline())
+    return any(part.endswith("supervise/guard.py") for part in process.cmdline())
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "engines.streams": {*_SERVERS, "engines.rounds"},
     "telemetry.update_log": {"_files"},
     "telemetry": {"_log", "cluster", "compat", "coordination", "passes", "policies", "telemetry.update_log"},
-    "launchers": {"__init__", "_sockets", "cluster"},
+    "launchers": {"__init__", "_log", "_sockets", "cluster"},
     "serving": {"_log", "_machine", "_sockets", "cluster", "compat", "compression", "coordination", "launchers"},
     "strategies": {
         *_STEPS,
@@ -128,10 +128,10 @@ ARROWS: dict[str, set[str]] = {
     },
     # Its advice comes from the simulator.
     "watching.tensorboard": {"planning.simulation", "policies", "telemetry", "telemetry.update_log"},
-    "watching": {"_files", "launchers", "telemetry", "telemetry.update_log"},
-    "doctor.measure": {"_files", "_sockets", "cluster"},
-    "doctor": {"__init__", "_sockets", "cluster", "doctor.measure", "launchers"},
-    "cli": {"__init__", "launchers"},
+    "watching": {"_files", "_log", "launchers", "telemetry", "telemetry.update_log"},
+    "doctor.measure": {"_files", "_log", "_sockets", "cluster"},
+    "doctor": {"__init__", "_log", "_sockets", "cluster", "doctor.measure", "launchers"},
+    "cli": {"__init__", "_log", "launchers"},
     # Its names are resolved on first use, so importing it imports none of its parts.
     "__init__": {
         "_machine",
@@ -413,6 +413,25 @@ def _modules_imported(path: pathlib.Path, known: Collection[str]) -> set[str]:
     """Of the known modules those that `path` imports, itself or a name of theirs."""
     imported = set(_imported(path))
     return (imported | {name.rpartition(".")[0] for name in imported}) & set(known)
+
+
+# Commands, whose output is what they are for.
+_COMMANDS = ("cli", "doctor", "planning", "watching", "launchers")
+
+
+def _written_streams(path: pathlib.Path) -> set[str]:
+    """The streams that a module writes to by `print`, `sys.stdout.write` or `sys.stderr.write`."""
+    calls = [ast.unparse(node.func) for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
+    return {call for call in calls if call in ("print", "sys.stdout.write", "sys.stderr.write")}
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if _module(path) != "tfdist._log"], ids=_name)
+def test_lines_to_the_user_are_logged_behind_one_prefix(path: pathlib.Path):
+    assert not re.search(r"""["']tfdist: """, path.read_text(encoding="utf-8"))
+    allowed = {"sys.stdout.write"} if _part(path).split(".")[0] in _COMMANDS else set()
+    # The script of `tfdist profile` runs in the same process and may configure logging.
+    allowed |= {"sys.stderr.write"} if _part(path) == "planning.profile_command" else set()
+    assert _written_streams(path) <= allowed
 
 
 # How the package is cut. These go down, not up: a file that one other file imports belongs into that file, unless it is

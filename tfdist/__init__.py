@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tfdist: the distribution toolkit for TensorFlow and Keras 3.
+"""The distribution toolkit for TensorFlow and Keras 3.
 
 Importing this package starts nothing and imports no TensorFlow: the public names below are resolved on first use (PEP
 562), so that `tfdist launch --help` and `tfdist.cluster` load fast.

@@ -1,46 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines that tfdist tells the user, through `logging.getLogger("tfdist")`. No TensorFlow import.
+"""Lines of tfdist to the user, through `logging.getLogger("tfdist")`. No TensorFlow import.
 
 A program that has given this logger, or the root logger, a handler gets the lines there. Otherwise they are written to
-standard error behind "tfdist: ". The logger's level and filters hold in both cases.
+standard error behind `PREFIX`. The logger's level and filters hold in both cases.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Callable
 
 PREFIX = "tfdist: "
 
 _logger = logging.getLogger("tfdist")
 
 
-class _Terminal(logging.Handler):
-    """Writes to what is standard error at the time, as a program or a test may replace it."""
+def say(*lines: str, write: Callable[[str], object] | None = None) -> None:
+    """Logs lines as warnings.
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            # One write: lines of several processes and threads mix otherwise.
-            line = record.getMessage()
-            # Lines of the rendezvous begin with the task instead: "tfdist worker:1: waiting for ...".
-            sys.stderr.write(f"{line}\n" if line.startswith("tfdist ") else f"{PREFIX}{line}\n")
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            self.handleError(record)
-
-
-_terminal = _Terminal()
-
-
-def say(line: str) -> None:
-    """Logs a line as a warning; `PREFIX` in front of it is left out, as the handler writes it."""
-    line = line.removeprefix(PREFIX)
+    Args:
+      lines: without `PREFIX`.
+      write: writes the lines where the program has no handler; to standard error by default.
+    """
     if _logger.handlers or (_logger.propagate and _has_own_handler(logging.root)):
-        _logger.warning("%s", line, stacklevel=2)
+        for line in lines:
+            _logger.warning("%s", line, stacklevel=2)
     elif _logger.isEnabledFor(logging.WARNING):
-        record = _logger.makeRecord(_logger.name, logging.WARNING, __file__, 0, "%s", (line,), None)
-        if _logger.filter(record):
-            _terminal.handle(record)
+        # One write: lines of several processes and threads mix otherwise.
+        text = "".join(f"{_prefixed(line)}\n" for line in lines if _logger.filter(_record(line)))
+        if text:
+            (write or _write)(text)
+
+
+def _record(line: str) -> logging.LogRecord:
+    return _logger.makeRecord(_logger.name, logging.WARNING, __file__, 0, "%s", (line,), None)
+
+
+def _prefixed(line: str) -> str:
+    # Lines of the rendezvous begin with the task instead: "tfdist worker:1: waiting for ...".
+    return line if line.startswith("tfdist ") else f"{PREFIX}{line}"
+
+
+def _write(text: str) -> None:
+    """Writes to what is standard error at the time, as a program or a test may replace it, or have closed it."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _has_own_handler(logger: logging.Logger) -> bool:

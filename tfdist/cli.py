@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from absl import flags
 
 import tfdist
+from tfdist import _log
 from tfdist.launchers.requests import LaunchError, ToolError
 
 _USAGE_ERROR = 2
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except (_UsageError, LaunchError, OSError) as error:
-        sys.stderr.write(f"tfdist: {' '.join(str(error).split())}\n")
+        _log.say(" ".join(str(error).split()))
         return 1 if isinstance(error, ToolError) else _USAGE_ERROR
     except KeyboardInterrupt:
         return 130

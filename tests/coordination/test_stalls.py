@@ -32,8 +32,8 @@ def test_a_line_every_interval_and_none_after_the_end():
         check_every_second(watched, clock, 65)
     check_every_second(watched, clock, 65)
     assert lines == [
-        "tfdist: the step has not completed for 30 s; waiting for worker:1",
-        "tfdist: the step has not completed for 60 s; waiting for worker:1",
+        "the step has not completed for 30 s; waiting for worker:1",
+        "the step has not completed for 60 s; waiting for worker:1",
     ]
 
 

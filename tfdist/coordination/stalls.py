@@ -54,7 +54,7 @@ class StallReporter:
         reporter = StallReporter(describe=lambda: "worker:1")
         reporter.start()
         with reporter.waiting("the evaluation"):
-            ...  # after 30 s: "tfdist: the evaluation has not completed for 30 s; waiting for worker:1"
+            ...  # after 30 s: "the evaluation has not completed for 30 s; waiting for worker:1"
 
     Args:
       describe: returns the names of the tasks that are waited for; called only when there is a line to write.
@@ -107,7 +107,7 @@ class StallReporter:
         elif now - self._reported >= self.interval_secs:
             self._reported = now
             secs = now - self._since
-            self._write(f"tfdist: {current[0]} has not completed for {secs:.0f} s; waiting for {self._describe()}")
+            self._write(f"{current[0]} has not completed for {secs:.0f} s; waiting for {self._describe()}")
 
     def start(self, every_secs: float = 1.0) -> None:
         """Starts a thread that calls `check` until `stop`."""

@@ -29,7 +29,7 @@ from typing import Any
 from absl import flags
 
 import tfdist
-from tfdist import _sockets
+from tfdist import _log, _sockets
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task
 from tfdist.doctor import measure as doctor_measure
 from tfdist.launchers import command_line, environment
@@ -346,7 +346,7 @@ def _print_rules(env: Mapping[str, str]) -> int:
         also = [env[DATA_SERVICE_VARIABLE]] if DATA_SERVICE_VARIABLE in env else []
         text = rules(cluster, also, os.getuid(), _system_ports(), _resolve)
     except ValueError as error:
-        sys.stderr.write(f"tfdist: {error}\n")
+        _log.say(str(error))
         return 1
     sys.stdout.write(text)
     return 0

@@ -30,7 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist import _files, _sockets
+from tfdist import _files, _log, _sockets
 from tfdist.cluster import Cluster, Task
 
 FORMAT, VERSION = "tfdist network", 1
@@ -128,10 +128,10 @@ def run(
             hosts = {_sockets.address_key(cluster.address(task))[0] for task in cluster.tasks}
             _files.write(output, to_json(links, is_one_machine=len(hosts) == 1))
     except (ValueError, OSError) as error:  # TimeoutError is an OSError.
-        sys.stderr.write(f"tfdist: {error}\n")
+        _log.say(str(error))
         return 1
     if not links:
-        sys.stderr.write(f"tfdist: there is no link to measure: {cluster.task} has no other task\n")
+        _log.say(f"there is no link to measure: {cluster.task} has no other task")
         return 1
     for link in links:
         if link.source == str(cluster.task):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
+from tfdist import _log
+
 # Names of one flag in several commands, ours first, then those of torchrun, horovodrun, accelerate, mpirun and Slurm.
 _SYNONYMS = (
     ("num_workers", "workers", "num_processes", "nproc_per_node", "num_proc", "nproc", "nprocs", "np", "n"),
@@ -180,9 +182,9 @@ def _note_flags_of_script(values: flags.FlagValues, command: Sequence[str]) -> N
         if not argument.startswith("--") or name == "help" or name not in values:
             continue
         if not re.search(rf"""["']{name}["']|--{name.replace("_", "[-_]")}\b""", source):
-            sys.stderr.write(
-                f"tfdist: {argument} stands behind {script[0]}, so the script gets it; "
-                f"for the launcher, put it before {script[0]}\n"
+            _log.say(
+                f"{argument} stands behind {script[0]}, so the script gets it; "
+                f"for the launcher, put it before {script[0]}"
             )
 
 

@@ -9,11 +9,11 @@ import select
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from tfdist import _log
 from tfdist.launchers.requests import LaunchError, ToolError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -104,7 +104,7 @@ def _pass_on(name: str, descriptor: int, start: int) -> int:
     data = _contents(descriptor, start)
     for line in data.decode("utf-8", "replace").splitlines():
         if line.strip():
-            sys.stderr.write(f"tfdist: {line}\n" if line.startswith(f"{name}:") else f"tfdist: {name}: {line}\n")
+            _log.say(line if line.startswith(f"{name}:") else f"{name}: {line}")
     return start + len(data)
 
 

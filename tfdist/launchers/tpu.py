@@ -14,11 +14,11 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from absl import flags
 
+from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
 from tfdist.launchers.kubernetes import launcher as kubernetes
 from tfdist.launchers.kubernetes import manifests
@@ -158,17 +158,17 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for command in request.before:
-            sys.stderr.write(f"tfdist: {shlex.join(command)}\n")
+            _log.say(shlex.join(command))
             tools.run(command, timeout_secs=_CREATE_TIMEOUT_SECS)
         task = TaskRequest("tpu", {}, request.script)
         return run_tasks(Request((task,), frozenset({"tpu"}), 10.0, request.restarts), logs)
     finally:
         signal.signal(signal.SIGTERM, before)
         for command in request.after:
-            sys.stderr.write(f"tfdist: {shlex.join(command)}\n")
+            _log.say(shlex.join(command))
             done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_CREATE_TIMEOUT_SECS, check=False)
             if done.returncode:
-                sys.stderr.write(f"tfdist: that failed, and the TPU may go on costing money: {shlex.join(command)}\n")
+                _log.say(f"that failed, and the TPU may go on costing money: {shlex.join(command)}")
 
 
 def plan_gke(pods: Pods, accelerator: str, topology: str, chips_per_host: int = 0) -> KubernetesRequest:

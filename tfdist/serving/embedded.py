@@ -357,7 +357,7 @@ class EmbeddedCluster:
                     _log.say(f"{name} of the embedded cluster could not be started: {error}")
             if ended:
                 ended.wait()
-                line = f"tfdist: {ended.name} ended with code {ended.returncode}{next_start}. {_tail(ended)}"
+                line = f"{ended.name} ended with code {ended.returncode}{next_start}. {_tail(ended)}"
                 _log.say(line.rstrip())
 
 

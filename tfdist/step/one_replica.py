@@ -131,7 +131,7 @@ def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]
 
     def all_reduce(*args: Any, **kwargs: Any) -> Any:
         say(
-            "tfdist: policies: all_reduce in a train_step, as of BatchNormalization(synchronized=True), is over each "
+            "policies: all_reduce in a train_step, as of BatchNormalization(synchronized=True), is over each "
             f"replica's own part of the batch, because replicas compute alone under this policy. {received}"
         )
         return reduce(*args, **kwargs)

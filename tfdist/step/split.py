@@ -210,7 +210,7 @@ class SplitTrainStep:
         writes = any(_SUMMARY.search(f"{operation.type} {operation.name}") for operation in traced)
         if writes and self._total_num_replicas > 1:
             self._say_once(
-                "tfdist: policies: tf.summary in a train_step writes once for each replica, of its own part of the "
+                "policies: tf.summary in a train_step writes once for each replica, of its own part of the "
                 "batch, also where its gradient is dropped; return the value in the step's logs. "
                 f"Received: {self._step.name}, {self._total_num_replicas} replicas"
             )

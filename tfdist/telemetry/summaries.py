@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 from google.protobuf import struct_pb2
 
+from tfdist import _log
 from tfdist.coordination.usage import Usage
 from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.recorder import Sums, Times
@@ -144,19 +145,19 @@ def _bytes_field(field: int, data: bytes) -> bytes:
 
 # Charts of the Custom Scalars tab: tags, which are the same in all runs.
 LAYOUT = {
-    "tfdist: speed": {
+    f"{_log.PREFIX}speed": {
         "loss": ["tfdist/logs/loss"],
         "updates per second": ["tfdist/speed/updates_per_sec"],
         "examples per second": ["tfdist/speed/examples_per_sec"],
     },
-    "tfdist: time": {
+    f"{_log.PREFIX}time": {
         "a gradient: median, 95th percentile, slowest worker": ["tfdist/time/step_secs.*"],
         "parts of a step, medians": [
             f"tfdist/time/{part}_secs" for part in ("input", "compute", "rest", "wait", "held")
         ],
         "all-reduce, mean": ["tfdist/time/reduce_secs"],
     },
-    "tfdist: policy": {
+    f"{_log.PREFIX}policy": {
         "wait of an update": ["tfdist/wait/.*"],
         "mean staleness": ["tfdist/staleness/mean"],
         "gradients in an update": ["tfdist/policy/replicas_to_aggregate", "tfdist/policy/spares"],

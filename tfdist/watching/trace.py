@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 from absl import flags
 
-from tfdist import _files
+from tfdist import _files, _log
 from tfdist.launchers.requests import LaunchError
 from tfdist.telemetry.update_log import Contributions, EventKind, LogReader, Outcome, Timeline, Updates
 from tfdist.watching import arguments as command_arguments
@@ -52,22 +52,22 @@ def main(arguments: Sequence[str]) -> int:
     _check(values)
     reading = LogReader(directory).read()
     for each in reading.skipped:
-        _say(f"skipped {each.path}: {each.reason}")
+        _log.say(f"skipped {each.path}: {each.reason}")
     jobs = chosen(reading.timelines, directory, values.run)
     if not jobs:
         names = dict.fromkeys(name_of(each, directory) for each in reading.timelines)
         what = f" of the run {values.run!r}" if values.run is not None else ""
-        _say(f"there is no update log{what} below {directory!r}; there are: {', '.join(names) or 'none'}")
+        _log.say(f"there is no update log{what} below {directory!r}; there are: {', '.join(names) or 'none'}")
         return 1
     spans = [_span(job, values.from_step, values.to_step) for job in jobs]
     if not any(first < last for first, last in spans):
-        _say(_nothing(jobs, values))
+        _log.say(_nothing(jobs, values))
         return 1
     if values.from_step is None and values.to_step is None:
         spans = _limited(jobs, spans)
     _say_steps(jobs, spans)
     size = write(values.output, jobs, spans, name_of(jobs[-1], directory))
-    _say(f"wrote {values.output} ({size / 1e6:.1f} MB); open it at https://ui.perfetto.dev or in chrome://tracing")
+    _log.say(f"wrote {values.output} ({size / 1e6:.1f} MB); open it at https://ui.perfetto.dev or in chrome://tracing")
     return 0
 
 
@@ -173,7 +173,7 @@ def _say_steps(jobs: Sequence[Timeline], spans: Sequence[tuple[int, int]]) -> No
         text += f"; the log has the {total - in_detail:,} oldest as sums only, which have no timeline"
     if written < in_detail:
         text += "; --from_step and --to_step choose others"
-    _say(text)
+    _log.say(text)
 
 
 def _nothing(jobs: Sequence[Timeline], values: flags.FlagValues) -> str:
@@ -183,10 +183,6 @@ def _nothing(jobs: Sequence[Timeline], values: flags.FlagValues) -> str:
     known = f"steps {min(each.min() for each in steps)} to {max(each.max() for each in steps)}"
     received = [f"--{name}={values[name].value}" for name in ("from_step", "to_step") if values[name].value is not None]
     return f"no update is between these steps; the log has {known} in detail. Received: {' '.join(received)}"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"tfdist: {' '.join(text.split())}\n")
 
 
 # Converts a timeline into events of the Trace Event Format, which Perfetto and chrome://tracing load.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from tfdist import _log
 from tfdist.launchers.requests import LaunchError, ToolError
 from tfdist.telemetry.scalar_files import SENT, ScalarFiles, task_of
 from tfdist.telemetry.update_log import LocalFiles, LogReader, Reading, run_directory
@@ -170,7 +171,7 @@ class _Watched:
 def _once(watched: _Watched, console: Console) -> int:
     watched.read()
     if not watched.is_found:
-        sys.stderr.write(f"tfdist: {watched.missing}\n")
+        _log.say(watched.missing)
         return 1
     console.print(watched.draw(console, None, time.time()))
     return 0

@@ -44,7 +44,7 @@ def test_auto_measures_once_and_says_so_once() -> None:
         "rows, products with kernels of up to 128 rows on the server (measured 1.25 GB/s, 40 GFLOP/s; 2 workers per "
         "server)"
     )
-    assert said == [f"tfdist: transfer: {chosen}"]
+    assert said == [f"transfer: {chosen}"]
     assert measured == [1]
 
 

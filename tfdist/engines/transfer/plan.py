@@ -304,7 +304,7 @@ def choose_plan(
     def measure_rows() -> Transfer:
         # A large kernel is on one server, and the kernels are spread over all.
         transfer = _measured(max(1.0, num_workers / num_ps), has_gpu, measure)
-        say(f"tfdist: transfer: {transfer}")
+        say(f"transfer: {transfer}")
         return transfer
 
     return TransferPlan(_UNMEASURED, measure_rows)

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from absl import flags
 
+from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
 from tfdist.launchers.kubernetes import manifests
 from tfdist.launchers.kubernetes.manifests import Pods
@@ -134,9 +135,7 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
     job = KubernetesJob(pods.name, text, kinds, chosen, len(pods.shape.tasks))
     create_objects(kubectl, job)
     logs = f"kubectl logs --follow --prefix --max-log-requests={len(pods.shape.tasks)} {' '.join(chosen)}"
-    sys.stderr.write(
-        f"tfdist: {logs}   shows what the tasks print\ntfdist: {job.removal}   ends the job and removes all of it\n"
-    )
+    _log.say(f"{logs}   shows what the tasks print", f"{job.removal}   ends the job and removes all of it")
     return look_for_pods(kubectl, job, start_timeout_secs) if start_timeout_secs else 0
 
 
@@ -317,24 +316,24 @@ def look_for_pods(kubectl: str, job: KubernetesJob, timeout_secs: float) -> int:
         waited_secs = time.monotonic() - start
         found = _get(kubectl, ["pods,jobs", *job.selector])
         if found is None:
-            _say(f"can't look whether pods are created; try kubectl get pods {' '.join(job.selector)}")
+            _log.say(f"can't look whether pods are created; try kubectl get pods {' '.join(job.selector)}")
             return 0
         num_pods = sum(each["kind"] == "Pod" for each in found)
         if num_pods >= job.num_pods:
             return 0
         if any(each["kind"] == "Job" and each["spec"].get("suspend") for each in found):
-            _say("the job is suspended; its pods are created once it is admitted")
+            _log.say("the job is suspended; its pods are created once it is admitted")
             return 0
         reason = _refusal(kubectl, job, found)
         if reason and refused_secs is None:
             refused_secs = waited_secs
         settled = refused_secs is not None and waited_secs - refused_secs >= min(_SETTLED_SECS, timeout_secs / 2)
         if reason and (settled or waited_secs >= timeout_secs):
-            _say(f"{num_pods} of {job.num_pods} pods are created, for the cluster refuses the others: {reason}")
-            _say("the job goes on trying; change the quota or policy, or remove the job")
+            _log.say(f"{num_pods} of {job.num_pods} pods are created, for the cluster refuses the others: {reason}")
+            _log.say("the job goes on trying; change the quota or policy, or remove the job")
             return 1
         if waited_secs >= timeout_secs:
-            _say(f"{num_pods} of {job.num_pods} pods are created after {timeout_secs:g} s; see kubectl get events")
+            _log.say(f"{num_pods} of {job.num_pods} pods are created after {timeout_secs:g} s; see kubectl get events")
             return 0
         time.sleep(_POLL_SECS)
 
@@ -395,7 +394,7 @@ def _show_warnings(answer: _Answer, shown: set[str]) -> None:
     for line in answer.err.splitlines():
         if line.startswith(_WARNING) and line not in shown:
             shown.add(line)
-            _say(f"kubectl: {line}")
+            _log.say(f"kubectl: {line}")
 
 
 def _run(command: Sequence[str], stdin: str = "") -> _Answer:
@@ -404,10 +403,6 @@ def _run(command: Sequence[str], stdin: str = "") -> _Answer:
     except subprocess.TimeoutExpired as late:
         return _Answer(None, *(text.decode("utf-8", "replace") if text else "" for text in (late.stdout, late.stderr)))
     return _Answer(done.returncode, *(text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)))
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"tfdist: {line}\n")
 
 
 # Writes plain data as readable YAML, in which every YAML parser reads text as text.

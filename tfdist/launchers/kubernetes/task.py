@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from absl import flags
 
+from tfdist import _log
 from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, shape
 from tfdist.launchers.kubernetes.pod_group import GIVEN_UP_EXIT_CODE, Counts, Leader, Member, Rules
@@ -94,7 +95,7 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
         job = Shape.from_flags(values)
         task, env = task_environment(job, values.role, values.host_format, values.port, os.environ)
     except (LaunchError, ClusterError, flags.Error) as error:
-        wrapping.say(" ".join(str(error).split()))
+        _log.say(" ".join(str(error).split()))
         return 2
     command = wrapping.script_command(script)
     if received:
@@ -116,7 +117,7 @@ def _run_task(
     if not job.num_ps and task in job.members and len(job.members) > 1:
         return _run_together(values, job, task, command, env, received)
     if _is_preempted_too_often(values, task, pod_counts(values.form, os.environ)):
-        wrapping.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
+        _log.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
         return GIVEN_UP_EXIT_CODE
     return wrapping.run(command, env, early=received)
 
@@ -165,14 +166,14 @@ def _run_together(
         if task == first:
             names = [str(member) for member in job.members]
             try:
-                leader = Leader(names, rules, values.port + 1, secret, values.grace_period_secs, wrapping.say)
+                leader = Leader(names, rules, values.port + 1, secret, values.grace_period_secs, _log.say)
             except OSError as error:
-                wrapping.say(f"can't listen on port {values.port + 1}, the one after --port: {error}")
+                _log.say(f"can't listen on port {values.port + 1}, the one after --port: {error}")
                 return 2
             stack.callback(leader.close)
             host = "localhost"
         counts = pod_counts(values.form, os.environ)
-        member = Member(str(task), (host, values.port + 1), secret, counts, rules.peer_exit_code, wrapping.say)
+        member = Member(str(task), (host, values.port + 1), secret, counts, rules.peer_exit_code, _log.say)
         stack.callback(member.close)
         member.join(lambda: bool(received))
         if received:

@@ -25,12 +25,12 @@ from typing import Any
 
 from absl import flags
 
+from tfdist import _log
 from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers import command_line, shape, tools
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits, SlurmVerdict
-from tfdist.launchers.supervise.wrapping import say
 
 # Parser of Slurm's time limits.
 
@@ -160,7 +160,7 @@ class BatchJob:
                 return _TERMINATED
             return self._conclude(self._exits.verdict(code if code >= 0 else 128 - code))
         except OSError as error:
-            say(f"can't run {srun[0]} in {pathlib.Path.cwd()}, which all hosts of the job should share: {error}")
+            _log.say(f"can't run {srun[0]} in {pathlib.Path.cwd()}, which all hosts of the job should share: {error}")
             return 1
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -183,9 +183,9 @@ class BatchJob:
         if verdict.code == 0:
             return 0
         for task in verdict.lost:
-            say(f"{task} left no exit code: its wrapper was killed")
+            _log.say(f"{task} left no exit code: its wrapper was killed")
         if verdict.task and not verdict.lost:
-            say(f"{verdict.task} failed first (exit code {verdict.code})")
+            _log.say(f"{verdict.task} failed first (exit code {verdict.code})")
         fields = _fields(self._number)
         if fields.get("JobState", "RUNNING") != "RUNNING":
             return verdict.code  # The job was cancelled; a requeue would start it again.
@@ -194,7 +194,7 @@ class BatchJob:
         if verdict.is_preempted:
             return self._after_preemption(verdict, fields)
         if self._failures is None:
-            say("not queued again: squeue does not say how many failures there were before")
+            _log.say("not queued again: squeue does not say how many failures there were before")
             return verdict.code
         if self._failures >= self._limits.max_restarts:
             return self._give_up(verdict.code, "--max_restarts", self._limits.max_restarts)
@@ -204,7 +204,7 @@ class BatchJob:
 
     def _after_preemption(self, verdict: SlurmVerdict, fields: Mapping[str, str]) -> int:
         if not (verdict.is_saved or verdict.is_resumable) and self._is_near_limit(fields):
-            say(
+            _log.say(
                 "not queued again: the time limit is near and nothing was saved, so that it would begin anew; "
                 "train with tfdist.callbacks.Resume, or use a longer --time"
             )
@@ -226,7 +226,7 @@ class BatchJob:
         return left <= self._limits.pre_kill_secs + _EARLY_SECS
 
     def _requeue(self, code: int, why: str) -> int:
-        say(f"queuing the job again ({why})")
+        _log.say(f"queuing the job again ({why})")
         # Removed before, because Slurm ends this process as soon as the job is requeued.
         shutil.rmtree(self._directory, ignore_errors=True)
         _ask("scontrol", "requeue", self._number)
@@ -234,7 +234,7 @@ class BatchJob:
 
     def _give_up(self, code: int, flag: str, most: int) -> int:
         if most or flag == "--max_preemptions":  # With --max_restarts=0 the user expects no restart.
-            say(f"not queued again: {flag}={most} is used up")
+            _log.say(f"not queued again: {flag}={most} is used up")
         return code
 
 
@@ -243,7 +243,7 @@ def _ask(*command: str) -> str | None:
     try:
         return tools.run([tools.find(command[0], "call this in a job"), *command[1:]])
     except LaunchError as error:
-        say(" ".join(str(error).split()))
+        _log.say(" ".join(str(error).split()))
         return None
 
 
@@ -276,7 +276,7 @@ def _note_failures(number: str, failures: int) -> bool:
     """Writes the number of failures into the job's comment, and keeps its other text; returns False on an error."""
     before = _comment(number)
     if before is None:
-        say("not queued again: squeue does not say the job's comment, where failures are counted")
+        _log.say("not queued again: squeue does not say the job's comment, where failures are counted")
         return False
     comment = " ".join(_FAILURES.sub("", before).split())
     text = f"{comment} tfdist_failures={failures}".strip()
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
         if not (number.isascii() and number.isdigit()):
             raise LaunchError(f"SLURM_JOB_ID is not set; run this in a batch script. Received: {number!r}")
     except (LaunchError, flags.Error) as error:
-        say(" ".join(str(error).split()))
+        _log.say(" ".join(str(error).split()))
         return 2
     attempt = 0
     with contextlib.suppress(ValueError):

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
+from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
 from tfdist.launchers.requests import LaunchError, check_command
 from tfdist.launchers.shape import Shape
@@ -245,13 +246,13 @@ def submit(request: SlurmRequest) -> int:
         number = line.strip().partition(";")[0]
         sys.stdout.write(f"{number}\n")
         sys.stdout.flush()
-        sys.stderr.write(f"tfdist: submitted job {number}; squeue --job={number} shows it, scancel {number} ends it\n")
+        _log.say(f"submitted job {number}; squeue --job={number} shows it, scancel {number} ends it")
 
     try:
         return tools.run_until_line([sbatch, "--parsable"], request.text, show)
     except KeyboardInterrupt:
         if number:
-            sys.stderr.write(f"tfdist: no longer waiting; job {number} goes on, scancel {number} ends it\n")
+            _log.say(f"no longer waiting; job {number} goes on, scancel {number} ends it")
         return 128 + signal.SIGINT
 
 

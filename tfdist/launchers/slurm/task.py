@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
+from tfdist import _log
 from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, environment, shape
 from tfdist.launchers.requests import LaunchError
@@ -271,7 +272,7 @@ def main(arguments: Sequence[str]) -> int:
         task, env = task_environment(step, job, values.port, os.environ)
         shape.check_duration("grace_period_secs", values.grace_period_secs)
     except (LaunchError, ClusterError, flags.Error) as error:
-        wrapping.say(" ".join(str(error).split()))
+        _log.say(" ".join(str(error).split()))
         return 2
     exits = Exits(os.environ.get(EXITS_VARIABLE), job)
     over = None if task in job.deciding else exits.job_has_succeeded

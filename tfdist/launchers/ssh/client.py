@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from tfdist import _log
 from tfdist.cluster import JOB_SECRET_VARIABLE, NOTICES_VARIABLE
 from tfdist.launchers.requests import SENT_PREFIX
 from tfdist.launchers.ssh.task import HEARTBEAT_SECS, NOTICE
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         ssh.wait()
     code = ssh.returncode
     if code == _SSH_FAILED:
-        sys.stderr.write(f"tfdist: the connection to {login} failed or broke (ssh exit code 255)\n")
+        _log.say(f"the connection to {login} failed or broke (ssh exit code 255)")
     return code if code >= 0 else 128 - code
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from absl import flags
 
 import tfdist
-from tfdist import _sockets
+from tfdist import _log, _sockets
 from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
 from tfdist.launchers import command_line, environment, local, shape, tools
 from tfdist.launchers.environment import VISIBLE
@@ -248,7 +248,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
 
     def start() -> int:
         for warning in preflight(job, values.preflight_secs) if values.preflight_secs else []:
-            sys.stderr.write(f"tfdist: {warning}\n")
+            _log.say(warning)
         return local.submit_with_secret(functools.partial(plan, job), logs)
 
     return command_line.submit_or_show(values, request, start)

@@ -23,6 +23,7 @@ from importlib import metadata
 from typing import Any
 
 import tfdist
+from tfdist import _log
 from tfdist.cluster import Cluster, ClusterError
 from tfdist.launchers import environment
 from tfdist.launchers.requests import LaunchError
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         asked = json.loads(line)
     except ValueError:
-        sys.stderr.write("tfdist: this is the far side of tfdist launch ssh; it is not for use by hand\n")
+        _log.say("this is the far side of tfdist launch ssh; it is not for use by hand")
         return 2
     if arguments == ["--probe"]:
         sys.stdout.write(json.dumps(probe(asked)) + "\n")
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         os.chdir(asked["directory"])
     except OSError as error:
-        sys.stderr.write(f"tfdist: can't work in that directory on this host: {error}\n")
+        _log.say(f"can't work in that directory on this host: {error}")
         return 2
     return _run([sys.executable, *asked["script"]], {**os.environ, **asked["env"]})
 
@@ -148,7 +149,7 @@ def _about_the_cluster(env: Mapping[str, str]) -> list[str]:
     members = [task for task in cluster.tasks if task.type != "evaluator"]
     if len(members) < 2 or cluster.task != members[0]:
         return []
-    return [f"tfdist: {not_joined(len(members), 'ps' in cluster.jobs)}"]
+    return [f"{_log.PREFIX}{not_joined(len(members), 'ps' in cluster.jobs)}"]
 
 
 def received_from(descriptor: int) -> Iterator[int | str]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
+from tfdist import _log
 from tfdist.launchers import environment
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError
 
@@ -342,12 +343,16 @@ class Console:
             prefix = f"\x1b[{colour}m{prefix}{_RESET}"
         text = "".join(f"{prefix}{line}\n" for line in lines)
         if text:
-            with self._lock:
-                self._write_now(sys.stderr if error else sys.stdout, text)
+            self._write(text, error)
 
-    def _write_now(self, stream: Any, text: str) -> None:
+    def say(self, lines: Iterable[str]) -> None:
+        """Logs lines of the launcher's own."""
+        _log.say(*lines, write=self._write)
+
+    def _write(self, text: str, error: bool = True) -> None:
         try:
-            _write_fully(stream, text)
+            with self._lock:
+                _write_fully(sys.stderr if error else sys.stdout, text)
         except BrokenPipeError:
             if not self.broken and self._on_broken_pipe:
                 self._on_broken_pipe()

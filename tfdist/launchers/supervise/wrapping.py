@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
+from tfdist import _log
 from tfdist.cluster import Task
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.shape import Shape
@@ -35,16 +36,10 @@ def script_command(script: Sequence[str]) -> list[str]:
     return [sys.executable, *script]
 
 
-def say(message: str) -> None:
-    """Writes one line of the wrapper's own to standard error."""
-    sys.stderr.write(f"tfdist: {message}\n")
-    sys.stderr.flush()
-
-
 def about_cluster(code: int, task: Task, job: Shape, notices: Notices) -> None:
     """Says so if the first task of several has ended with code 0, and has not joined the cluster."""
     if code == 0 and task == job.members[0] and len(job.members) > 1 and not notices.has_joined:
-        say(not_joined(len(job.members), job.num_ps > 0))
+        _log.say(not_joined(len(job.members), job.num_ps > 0))
 
 
 def run(
@@ -84,7 +79,7 @@ def run(
         try:
             started = _start(command, {**os.environ, **env}, subprocess.PIPE if name else None)
         except OSError as error:
-            say(f"can't run {command[0]}: {error}")
+            _log.say(f"can't run {command[0]}: {error}")
             return _NOT_FOUND_EXIT_CODE
         try:
             readers = _print_lines(started, prefix, tail) if name else []
@@ -205,7 +200,7 @@ def _print_lines(
 
 
 def _print_tail(tail: Iterable[tuple[str, bool]], prefix: str) -> None:
-    say(f"the last lines of {prefix.strip('[] ')}:")
+    _log.say(f"the last lines of {prefix.strip('[] ')}:")
     console = Console()
     # A copy, which is made at once: background processes of the command may still write.
     for line, error in list(tail):
