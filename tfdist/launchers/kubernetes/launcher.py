@@ -60,14 +60,12 @@ def plan(pods: Pods, form: str = "job") -> KubernetesRequest:
 
     Args:
       pods: the job.
-      form: "job" for Indexed Jobs, "jobset" for a JobSet, "tfjob" for a TFJob.
+      form: "job" for Indexed Jobs, "jobset" for a JobSet.
 
     Raises:
       LaunchError: a value is out of range, or is an invalid name of an object or host.
     """
     check_pods(pods)
-    if form == "tfjob":
-        return KubernetesRequest((manifests.network_policy(pods), manifests.tfjob(pods)), pods)
     if form == "jobset":
         # The JobSet controller creates the Service.
         return KubernetesRequest((manifests.network_policy(pods), manifests.jobset(pods)), pods)
@@ -149,7 +147,7 @@ def define_flags(values: flags.FlagValues) -> None:
     environment.define_communication_flag(values)
     environment.define_telemetry_flag(values)
     forms = "job: Indexed Jobs; jobset: a JobSet, which starts all again when one fails; tfjob: Kubeflow's TFJob"
-    flags.DEFINE_enum("form", "job", ["job", "jobset", "tfjob"], forms, flag_values=values)
+    flags.DEFINE_enum("form", "job", ["job", "jobset"], forms, flag_values=values)
 
 
 def define_pod_flags(values: flags.FlagValues) -> None:
@@ -344,7 +342,7 @@ def _refusal(kubectl: str, job: KubernetesJob, found: Sequence[Mapping[str, Any]
     events = _get(kubectl, ["events", "--field-selector=type=Warning", *where]) or []
     # Filtered by uid, because events of an earlier job of the same name stay for an hour.
     uids = {each["metadata"]["uid"] for each in found}
-    known = [kind for kind in job.kinds if kind in ("jobset", "tfjob")]
+    known = [kind for kind in job.kinds if kind == "jobset"]
     for kind in known:
         uids |= {each["metadata"]["uid"] for each in _get(kubectl, [kind, *job.selector]) or []}
     reasons = [

@@ -183,32 +183,6 @@ def jobset(pods: Pods) -> dict[str, Any]:
     }
 
 
-def tfjob(pods: Pods) -> dict[str, Any]:
-    """Returns a TFJob for Kubeflow's training operator v1, which sets TF_CONFIG itself."""
-    names = {"chief": "Chief", "worker": "Worker", "ps": "PS", "evaluator": "Evaluator"}
-    replicas = {}
-    for role, size in pods.roles.items():
-        template = _template(pods, role, "tensorflow", (pods.python, *pods.command))
-        template["spec"]["containers"][0]["ports"] = [{"name": "tfjob-port", "containerPort": pods.port}]
-        del template["spec"]["restartPolicy"]  # The operator sets it.
-        del template["spec"]["subdomain"]
-        replicas[names[role]] = {"replicas": size, "restartPolicy": "OnFailure", "template": template}
-    spec = {
-        "runPolicy": {"backoffLimit": _tfjob_backoff(pods), "cleanPodPolicy": "Running"},
-        "successPolicy": "" if pods.shape.num_ps else "AllWorkers",
-        "tfReplicaSpecs": replicas,
-    }
-    return {"apiVersion": "kubeflow.org/v1", "kind": "TFJob", "metadata": metadata(pods, pods.name), "spec": spec}
-
-
-def _tfjob_backoff(pods: Pods) -> int:
-    """Returns the TFJob's limit of restarts, with which the operator compares the sum over all containers.
-
-    All members restart after each failure, because each member has lost a peer.
-    """
-    return pods.max_restarts * len(pods.shape.members) + 1 if pods.max_restarts else 0
-
-
 def _codes(values: list[int]) -> dict[str, Any]:
     # The API server accepts only sorted exit codes.
     return {"containerName": "task", "operator": "In", "values": sorted(values)}

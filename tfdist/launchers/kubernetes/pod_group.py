@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from tfdist import _sockets
-from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.supervise.verdict import FirstFailure
 
 # Fails the Job of this pod regardless of its count of failures. It is no code of sysexits.h, and no signal.
 GIVEN_UP_EXIT_CODE = 79
@@ -192,7 +193,8 @@ class Leader:
         self._members: dict[str, socket.socket] = {}
         self._counts: dict[str, Counts] = {}
         self._succeeded: set[str] = set()
-        self._preempted: list[str] = []
+        self._failed: set[str] = set()
+        self._first = FirstFailure()
         self._is_decided = False
         self._late: PodVerdict | None = None
         self._unheard: set[str] = set()
@@ -325,25 +327,27 @@ class Leader:
         with self._changed:
             if self._is_decided:
                 return
-            if code == TRY_AGAIN_EXIT_CODE:
-                self._preempted.append(task)
-                if set(self._preempted) == self._tasks:
-                    self._decide(self._preempted[0], code)
-                elif len(self._preempted) == 1:
-                    threading.Thread(target=self._decide_later, name="tfdist pod verdict", daemon=True).start()
-                return
             if code:
-                self._decide(task, code)
+                self._failed.add(task)
+                self._first.ended(task, code, time.monotonic())
+                if self._first.is_decided(time.monotonic()) or self._failed == self._tasks:
+                    self._decide_first()
+                elif len(self._failed) == 1:
+                    threading.Thread(target=self._decide_later, name="tfdist pod verdict", daemon=True).start()
                 return
             self._succeeded.add(task)
             if self._succeeded == self._tasks:
                 self._announce({name: PodVerdict(0) for name in self._members})
 
     def _decide_later(self) -> None:
-        """Decides for a preemption, unless another task fails within `CAUSE_SECS`."""
+        """Decides once no other task can be the cause any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_decided, CAUSE_SECS)
-            self._decide(self._preempted[0], TRY_AGAIN_EXIT_CODE)
+            self._changed.wait_for(lambda: self._is_decided, max(0.0, self._first.deadline_secs - time.monotonic()))
+            self._decide_first()
+
+    def _decide_first(self) -> None:
+        if self._first.failure is not None:
+            self._decide(self._first.failure.task, self._first.failure.code)
 
     def _note_heard(self, task: str) -> None:
         with self._changed:

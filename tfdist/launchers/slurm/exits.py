@@ -20,10 +20,11 @@ import subprocess
 import time
 from collections.abc import Callable
 
+from tfdist import _log
 from tfdist.cluster import Task
 from tfdist.launchers.requests import CAUSE_SECS, TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.supervise import wrapping
+from tfdist.launchers.supervise.verdict import FirstFailure
 
 EXITS_VARIABLE = "TFDIST_SLURM_EXITS"
 # "1" where Slurm signals the script itself as well as its wrapper (proctrack/linuxproc).
@@ -83,12 +84,13 @@ class Exits:
         if code == 0 or self._is_gone():
             return
         if self._follows_job_wide_term(task):
-            wrapping.say(f"{task} ended with exit code {code} after SIGTERM to all tasks; waiting for the others")
+            _log.say(f"{task} ended with exit code {code} after SIGTERM to all tasks; waiting for the others")
         else:
-            if code == TRY_AGAIN_EXIT_CODE:
-                self._wait(lambda: self._read("first") is not None or self._all_ended(), CAUSE_SECS)
+            first, now_secs = FirstFailure(), time.monotonic()
+            first.ended(str(task), code, now_secs)
+            self._wait(lambda: self._read("first") is not None or self._all_ended(), first.deadline_secs - now_secs)
             if self._write("first", f"{code} {task}\n", "x"):
-                wrapping.say(f"{task} ended with exit code {code}, as the first; ending the others")
+                _log.say(f"{task} ended with exit code {code}, as the first; ending the others")
                 if len(self._job.tasks) > 1:
                     _terminate_step()
         # srun kills the other tasks as soon as this process has ended (--kill-on-bad-exit).
@@ -171,7 +173,7 @@ class Exits:
             return False
         except OSError as error:
             if not self._is_gone():
-                wrapping.say(f"can't write to {self._directory}, which all hosts of the job should share: {error}")
+                _log.say(f"can't write to {self._directory}, which all hosts of the job should share: {error}")
         return True
 
 

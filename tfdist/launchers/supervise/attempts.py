@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import math
 import os
 import pathlib
 import signal
@@ -14,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
@@ -22,10 +21,9 @@ from tfdist.launchers.supervise.notices import GIVEN_UP, Notices, not_joined
 from tfdist.launchers.supervise.output import Console, LogSettings, StartupNoise, TaskLogs, new_run_name
 from tfdist.launchers.supervise.processes import Process, Supervisor
 from tfdist.launchers.supervise.replacements import FailureRows, Replacements
+from tfdist.launchers.supervise.verdict import LEAST_SECS, FirstFailure
 
 _SHOWN_LINES = 8
-# A worker or ps that has lost the chief may fail before the launcher sees the end of the chief.
-_VERDICT_SECS = 1.0
 _REPLACE_SECS = 0.5
 # Interval of the checks that all processes of a failed worker have ended and its output is read.
 _SWEPT_SECS = 0.05
@@ -96,7 +94,7 @@ class Attempt:
         # Tasks that run, or will be started again.
         self._pending = set(self._tasks)
         self._failed: Process | None = None
-        self._deadline = math.inf
+        self._first = FirstFailure()
         # Reasons by unreachable host; hosts where tasks may still run.
         self._unreachable: dict[str, str] = {}
         self._orphaned: list[str] = []
@@ -141,7 +139,7 @@ class Attempt:
 
     def _follow(self) -> None:
         """Waits until the result is decided: all deciding tasks have succeeded, or `_failed` is the first failure."""
-        while self._undecided and self._pending and not self._received and time.monotonic() < self._deadline:
+        while self._undecided and self._pending and not self._received and not self._first.is_decided(time.monotonic()):
             ended = self._supervisor.wait_first_exit(self._wait_secs())
             if ended is None:
                 self._start_due()
@@ -155,21 +153,23 @@ class Attempt:
 
     def _wait_secs(self) -> float | None:
         if self._failed is not None:
-            return max(0.0, self._deadline - time.monotonic())
+            return max(0.0, self._first.deadline_secs - time.monotonic())
         return self._replacements.wait_secs()
 
     def _fail(self, ended: Process) -> None:
-        """Notes a failure, and sets the deadline until which another task may turn out to be the cause."""
+        """Notes a failure, which may be the cause of the job's end, or a consequence of it."""
         self._pending.discard(ended.name)
-        decides = ended.name in self._undecided
-        if self._failed is None:
-            secs = CAUSE_SECS if ended.returncode == TRY_AGAIN_EXIT_CODE else 0.0 if decides else _VERDICT_SECS
-            self._failed, self._deadline = ended, time.monotonic() + secs
-        elif self._failed.returncode == TRY_AGAIN_EXIT_CODE != ended.returncode:
-            self._failed, self._deadline = ended, 0.0
-        elif decides and self._failed.returncode != TRY_AGAIN_EXIT_CODE:
-            # Not after a preemption: preempted tasks end one after the other, the one that saves last.
-            self._deadline = 0.0
+        raised = self._supervisor.tracebacks.raised_secs
+        ended_before = {name for name, each in self._latest.items() if each.poll() is not None and each is not ended}
+        self._first.ended(
+            ended.name,
+            ended.returncode,
+            time.monotonic(),
+            decides=ended.name in self._undecided,
+            raised_secs={name: secs for name, secs in raised.items() if name not in ended_before},
+        )
+        if self._first.failure and self._first.failure.task == ended.name:
+            self._failed = ended
 
     def _replace(self, ended: Process, ran_secs: float) -> None:
         """Schedules the restart of a worker, or gives it up."""
@@ -213,7 +213,7 @@ class Attempt:
         if left >= self._min_workers and ended.name in self._settled:
             # The chief has met this worker, and can continue without it.
             self._pending.discard(ended.name)
-            ended.wait(_VERDICT_SECS)  # Its last output may still arrive.
+            ended.wait(LEAST_SECS)  # Its last output may still arrive.
             self._say(*_last_lines(ended), f"{text}; going on with {left} of {all_of_them} workers")
             self._notices.add(GIVEN_UP + ended.name)
             return
@@ -478,7 +478,7 @@ class _Submission:
         return not self._received
 
     def _say(self, *lines: str) -> None:
-        self._console.write("tfdist: ", lines, error=True)
+        self._console.say(lines)
 
 
 class _RemainingWorkers:
@@ -549,6 +549,9 @@ class _Quiet(Console):
     def write(self, prefix: str, lines: Any, error: bool = False, number: int | None = None) -> None:
         if number is None:
             self._console.write(prefix, lines, error)
+
+    def say(self, lines: Iterable[str]) -> None:
+        self._console.say(lines)
 
 
 @contextlib.contextmanager

@@ -381,9 +381,9 @@ class Supervisor:
         self._exits.put(None)
 
     def say(self, lines: Sequence[str]) -> None:
-        """Writes lines of the launcher's own to standard error."""
+        """Logs lines of the launcher's own."""
         if self._console:
-            self._console.write("tfdist: ", lines, error=True)
+            self._console.say(lines)
 
     def stop(self, signals: Sequence[int] = (signal.SIGTERM,), grace_secs: float = 3.0) -> bool:
         """Ends all tasks and their descendants. Does nothing when called again, or in a forked copy of this program.
@@ -439,6 +439,8 @@ class _Printer:
 
     def show(self, process: Process, lines: list[str], error: bool) -> None:
         """Takes lines of a task's output."""
+        if error:
+            self._tracebacks.note(lines)
         if self._on_lines:
             self._on_lines(process, lines, error)
         if self._console and not process.is_muted:
@@ -497,6 +499,19 @@ class Tracebacks:
         self.is_interrupted = False
         self._lock = threading.Lock()
         self._raised_by: dict[str, list[str]] = {}
+        self._raised_secs: dict[str, float] = {}
+
+    def note(self, task: str, lines: Sequence[str]) -> None:
+        """Notes the time of a traceback in the lines of a task's standard error."""
+        if _FIRST in lines:
+            with self._lock:
+                self._raised_secs[task] = self.clock()
+
+    @property
+    def raised_secs(self) -> dict[str, float]:
+        """Time of each task's last traceback."""
+        with self._lock:
+            return dict(self._raised_secs)
 
     def shown(self, task: str, lines: Sequence[str]) -> list[str]:
         """Returns the lines to print for a task's traceback."""
@@ -548,6 +563,10 @@ class TracebackFilter:
     def is_holding(self) -> bool:
         """True while lines are held."""
         return bool(self._held)
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Notes tracebacks, also of a task whose output is not printed."""
+        self._tracebacks.note(self._task, lines)
 
     def feed(self, lines: Sequence[str]) -> list[str]:
         """Returns the lines to print now."""
