@@ -15,7 +15,7 @@ import fake_kubectl
 sys.exit(fake_kubectl.main({state!r}, sys.argv[1:]))
 """
 _FULL = {"Secret": "secret", "Service": "service", "NetworkPolicy": "networkpolicy.networking.k8s.io"}
-_FULL |= {"Job": "job.batch", "TFJob": "tfjob.kubeflow.org", "JobSet": "jobset.jobset.x-k8s.io"}
+_FULL |= {"Job": "job.batch", "JobSet": "jobset.jobset.x-k8s.io"}
 
 
 class Cluster:

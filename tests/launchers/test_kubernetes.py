@@ -16,7 +16,7 @@ from tfdist.launchers.kubernetes import task as kubernetes_task
 from tfdist.launchers.shape import Shape
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-FORMS = ("job", "jobset", "tfjob")
+FORMS = ("job", "jobset")
 # A directory with the OpenAPI (swagger.json) files of Kubernetes, JobSet and the training operator. See the docs page.
 SCHEMAS = os.environ.get("TFDIST_KUBERNETES_SCHEMAS")
 ODD = ["two words", 'it\'s "$(HOME)" $$x `y`', "new\nline", "", "é", "--", "-m"]
@@ -110,12 +110,6 @@ def templates(value):
         return []
     own = [value["template"]] if "containers" in value.get("template", {}).get("spec", {}) else []
     return own + [template for each in value.values() for template in templates(each)]
-
-
-@pytest.mark.parametrize(("max_restarts", "expected"), [(3, 10), (0, 0)])
-def test_tfjob_limit_allows_as_many_restarts_of_all_tasks(max_restarts, expected):
-    request = kubernetes.plan(pods(shape=Shape(3), max_restarts=max_restarts), "tfjob")
-    assert request.objects[1]["spec"]["runPolicy"]["backoffLimit"] == expected
 
 
 # What the pods do.

@@ -7,11 +7,12 @@ import math
 import statistics
 from collections.abc import Callable
 
+import closed_forms
 import pytest
 
 import tfdist
 from tfdist.planning import simulation
-from tfdist.planning.simulation import closed_forms, links
+from tfdist.planning.simulation import links
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
 from tfdist.policies import backup_workers
 from tfdist.policies.asynchronous import Asynchronous

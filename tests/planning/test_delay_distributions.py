@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tfdist
 from tfdist.planning.simulation import delay_distributions as distributions
 
 MEANS = st.floats(1e-3, 1e3)
@@ -146,13 +145,3 @@ def test_forms_that_are_no_distribution(form: Any, named: str) -> None:
     with pytest.raises(ValueError, match="Received: ") as raised:
         distributions.DelayDistribution.from_dict(form)
     assert named in str(raised.value)
-
-
-def test_the_deprecated_names_work_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="DelayDistribution"):
-        assert tfdist.testing.Law is distributions.DelayDistribution
-    with pytest.warns(DeprecationWarning, match='"distribution"'):
-        form = {"law": "constant", "secs": 1.0}
-        assert distributions.DelayDistribution.from_dict(form) == distributions.constant(1.0)
-    with pytest.warns(DeprecationWarning, match="Delays.distributions"):
-        assert tfdist.testing.Delays(distributions.constant(1.0)).laws == {"*": distributions.constant(1.0)}

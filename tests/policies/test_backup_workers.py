@@ -197,16 +197,3 @@ def test_calls_that_make_no_sense_are_refused():
 
 def test_it_shows_how_it_was_built():
     assert repr(tfdist.BackupWorkers(spares=2)) == "BackupWorkers(spares=2)"
-
-
-def test_deprecated_policy_methods_work_with_a_warning():
-    policy = tfdist.BackupWorkers("auto", max_spares=1)
-    policy.begin(2, "MirroredStrategy")
-    with pytest.warns(DeprecationWarning, match="restore"):
-        policy.take({"spares": 1})
-    assert policy.spares == 1
-    policy.lost(0, 0.0)
-    assert not policy.takes_part(0)
-    with pytest.warns(DeprecationWarning, match="recovered"):
-        policy.back(0, 1.0)
-    assert policy.takes_part(0)

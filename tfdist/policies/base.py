@@ -8,7 +8,6 @@ simulator and the tests.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from tfdist.policies.records import (
@@ -64,11 +63,6 @@ class Policy:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the result of `state`. Called between two updates."""
-
-    def take(self, state: dict[str, Any]) -> None:
-        """Deprecated name of `restore`."""
-        warnings.warn(f"{type(self).__name__}.take is now restore", DeprecationWarning, stacklevel=2)
-        self.restore(state)
 
     def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         """Raises ValueError if the policy makes no sense with so many replicas."""
@@ -276,11 +270,6 @@ class Aggregation(Policy):
         self._lost.discard(replica)
         self._fill()
         self._returned(replica)
-
-    def back(self, replica: int, time: float) -> None:
-        """Deprecated name of `recovered`."""
-        warnings.warn(f"{type(self).__name__}.back is now recovered", DeprecationWarning, stacklevel=2)
-        self.recovered(replica, time)
 
     def is_computing(self, replica: int, local_step: int) -> bool:
         """Returns True if `replica` has started a gradient for `local_step` that was not withdrawn."""

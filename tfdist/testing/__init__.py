@@ -8,7 +8,6 @@ with tfdist.testing.Delays({"worker:1": tfdist.testing.pareto(mean=0.2, a=2)}, s
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from tfdist.planning.simulation.delay_distributions import (
@@ -52,10 +51,6 @@ _NEEDING_KERAS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Law":
-        text = "tfdist.testing.Law is now tfdist.testing.DelayDistribution; the old name ends with the next version"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return DelayDistribution
     if name not in _NEEDING_KERAS:
         raise AttributeError(f"module 'tfdist.testing' has no attribute {name!r}")
     return getattr(importlib.import_module(_NEEDING_KERAS[name]), name)

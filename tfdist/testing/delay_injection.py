@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,13 +49,6 @@ class Delays:
                 )
         self._by_replica = {_replica(name): each for name, each in self.distributions.items() if name != EVERYBODY}
         self._stopped: threading.Event | None = None
-
-    @property
-    def laws(self) -> dict[str, DelayDistribution]:
-        """Deprecated name of `distributions`."""
-        text = "Delays.laws is now Delays.distributions; the old name ends with the next version"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return self.distributions
 
     def secs(self, replica: int, attempt: int) -> float:
         """Returns the delay in seconds of the `attempt`-th contribution (from 0) of `replica`; also for simulators."""

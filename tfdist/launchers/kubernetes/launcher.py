@@ -146,7 +146,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("max_preemptions", 100, "preemptions that the job may have", flag_values=values)
     environment.define_communication_flag(values)
     environment.define_telemetry_flag(values)
-    forms = "job: Indexed Jobs; jobset: a JobSet, which starts all again when one fails; tfjob: Kubeflow's TFJob"
+    forms = "job: Indexed Jobs; jobset: a JobSet, which starts all again when one fails"
     flags.DEFINE_enum("form", "job", ["job", "jobset"], forms, flag_values=values)
 
 

@@ -18,8 +18,8 @@
     result.to_dict()          # the same as JSON data
     result.gradients[0]       # record of each gradient: start, arrival, staleness, outcome
 
-`simulate_policy` runs a policy alone, where nothing but gradients takes time. `closed_forms` has exact results where
-there are any; tests compare the two. No module imports TensorFlow or NumPy. docs/scaling.md explains the models.
+`simulate_policy` runs a policy alone, where nothing but gradients takes time. Tests compare it with exact results
+(`tests/planning/closed_forms.py`). No module imports TensorFlow or NumPy. docs/scaling.md explains the models.
 """
 
 from tfdist.planning.simulation.delay_distributions import (

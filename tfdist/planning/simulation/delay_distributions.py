@@ -16,7 +16,6 @@ import inspect
 import math
 import random
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,10 +61,7 @@ class DelayDistribution:
         """
         known = f"use one of {', '.join(map(_signature, _BUILDERS.values()))}. Received: {given!r}"
         parameters = dict(given) if isinstance(given, Mapping) else {}
-        if "law" in parameters:
-            text = 'the key "law" of injected delays is now "distribution", and will not be read in the next version'
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-        name = str(parameters.pop("distribution", parameters.pop("law", None)))
+        name = str(parameters.pop("distribution", None))
         if name not in _BUILDERS:
             raise ValueError(
                 f'a distribution is an object such as {{"distribution": "constant", "secs": 0.1}}; {known}'

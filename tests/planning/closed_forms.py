@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact expectations for independent replicas: arrivals of the k-th of n, time per update, best number of spares.
 
-The simulator agrees with them where they apply; `tfdist.planning.simulation.links` has the costs of communication.
+The simulator is tested against them where they apply. `tfdist.planning.simulation.links` has the costs of messages.
 """
 
 from __future__ import annotations
