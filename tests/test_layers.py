@@ -93,10 +93,9 @@ ARROWS: dict[str, set[str]] = {
         "telemetry",
     },
     "resume": {*_STEPS, "launchers"},
-    "learning_rate": set(),
     "schedules": set(),
     # Public modules whose names live below.
-    "callbacks": {"learning_rate", "resume", "telemetry"},
+    "callbacks": {"resume", "telemetry"},
     "simulation": {"planning.simulation"},
     "update_log": {"telemetry.update_log"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},

@@ -13,7 +13,7 @@ from tfdist.policies.records import Contribution, Outcome, Update
 from tfdist.telemetry.session import LogSink, open_log
 from tfdist.telemetry.update_log import EventKind, read_logs
 from tfdist.watching import arguments, snapshot, trace
-from tfdist.watching.tensorboard.jobs import Jobs
+from tfdist.watching.tensorboard.plugin import Jobs
 
 WORKERS = ("worker:0", "worker:1")
 

@@ -33,6 +33,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -48,7 +49,7 @@ from tfdist.engines.asynchronous import AsynchronousEngine
 from tfdist.engines.base import Engine
 from tfdist.engines.transfer import encoding
 from tfdist.engines.transfer.plan import TransferPlan
-from tfdist.passes import epochs, splitting
+from tfdist.passes import splitting
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator, find_iterator
@@ -230,14 +231,14 @@ class RoundEngine(Engine):
             yield
             return
         counts_epochs = warmup.unit == "epochs"
-        is_first = counts_epochs and epochs.is_first_step(step.model)
+        is_first = counts_epochs and _is_first_step(step.model)
         self._runner.limit(warmup.taking_part_next(is_first))
         made = self._updates
         yield
         if self._updates > made:
             warmup.opened(is_first)
             if is_first:
-                epochs.check_counts(step.model)
+                _check_counts(step.model)
 
     def close(self) -> None:
         """Returns the workers' threads to the coordinator, and ends this engine's own thread; may be called again."""
@@ -550,3 +551,30 @@ def part_of(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) ->
     """Returns a worker's part of a flat batch."""
     whole = tf.nest.pack_sequence_as(spec, batch, expand_composites=True)
     return tf.nest.flatten(splitting.cut(whole, part, num_parts), expand_composites=True)
+
+
+def _is_first_step(model: Any) -> bool:
+    """Returns True before the first step of an epoch: the metrics have counted nothing since `fit` reset them.
+
+    Call it outside of a graph. It reads variables, so call it only if the result matters.
+    """
+    return not any(
+        float(keras.ops.convert_to_numpy(variable))
+        for metric in model.metrics
+        for variable in metric.variables
+        if "count" in variable.path
+    )
+
+
+def _check_counts(model: Any) -> None:
+    """Checks, after an update, that the model counts, so that `_is_first_step` can tell.
+
+    Raises:
+      ValueError: it does not.
+    """
+    if not _is_first_step(model):
+        return
+    raise ValueError(
+        "Warmup(epochs=...) learns from a metric where an epoch begins, and this model's train_step updates none; use "
+        f"Warmup(steps=...). Received: a model {model.name!r} whose metrics count nothing"
+    )

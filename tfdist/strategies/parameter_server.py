@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,12 +22,13 @@ import tensorflow as tf
 from tfdist import cluster as clusters
 from tfdist import model_parallel
 from tfdist import transforms as gradient_transforms
-from tfdist.cluster import note_joined
+from tfdist.cluster import Cluster, note_joined
 from tfdist.compat.keras import calls, fit, models, saving, sharding
 from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras.scope import allow_loops_without_run, build_in_scope, remember_lines
 from tfdist.compat.tensorflow import context, coordinator, graphs, inputs, python_operation, variables
 from tfdist.compat.tensorflow.coordinator import lost_workers, stop_coordinator
+from tfdist.compression import on_servers
 from tfdist.coordination import rendezvous, stalls
 from tfdist.engines import scope_checks, server_calls, worker_function
 from tfdist.engines.asynchronous import AsynchronousEngine
@@ -42,11 +44,13 @@ from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset
 from tfdist.passes.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
+from tfdist.policies.base import Aggregation
+from tfdist.policies.compression import Compression
 from tfdist.serving import embedded
 from tfdist.step import replicas, scope
 from tfdist.step.gradients import Transforms
 from tfdist.step.step import Step, check_for_workers, make_predict_function
-from tfdist.strategies import _common, _devices, _parameter_server_arguments
+from tfdist.strategies import _common, _devices
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.tables import partitioned_variable, sharded_tables
 from tfdist.tables.coordinated_variable import coordinate
@@ -110,17 +114,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         transforms = gradient_transforms.check(transforms)
         policies = composition.check(policies, "ParameterServerStrategy", transforms)
         _devices.check(devices_per_replica, policies, "ParameterServerStrategy")
-        _parameter_server_arguments.check(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
+        _check_arguments(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
         transfer_plan.check_mode(transfer)
         partitioner = sharded_tables.checked(variable_partitioner)
-        cluster = _parameter_server_arguments.find_cluster(cluster_resolver)
+        cluster = _find_cluster(cluster_resolver)
         if cluster is not None:
             note_joined()
         if cluster is not None and cluster.task.type in ("worker", "ps"):
             num_cpus = _devices.served_cpus(devices_per_replica) if cluster.task.type == "worker" else 1
             sys.exit(embedded.serve(cluster, start_timeout_secs, num_cpus))
         if cluster is not None:
-            _parameter_server_arguments.warn_of_sizes(cluster, num_workers, num_ps)
+            warn_of_sizes(cluster, num_workers, num_ps)
         num_workers, num_ps = 2 if num_workers is None else num_workers, 1 if num_ps is None else num_ps
         if cluster is None:
             embedded.check_sizes(num_workers, num_ps)
@@ -128,7 +132,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         composed = composition.compose(
             policies,
             "ParameterServerStrategy",
-            _parameter_server_arguments.num_tasks_of(cluster, "worker", num_workers),
+            _num_tasks_of(cluster, "worker", num_workers),
         )
         remember_lines()
         context.join_cluster()
@@ -137,7 +141,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             cluster, num_workers, num_ps, start_timeout_secs, is_dynamic, _devices.served_cpus(devices_per_replica)
         )
         if isinstance(variable_partitioner, sharded_tables.ShardedTables):
-            variable_partitioner.begin(_parameter_server_arguments.num_tasks_of(cluster, "ps", num_ps))
+            variable_partitioner.begin(_num_tasks_of(cluster, "ps", num_ps))
         names = [f"worker:{index}" for index in range(serving.num_workers)]
         self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
         with rendezvous.naming_port(cluster):
@@ -452,3 +456,55 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         """Returns what `value_fn` gives for the one replica that makes a step."""
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
+
+
+_SHARDINGS = ("shard", "replicate", "dynamic")
+
+
+def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
+    """The cluster of a resolver, or else of TF_CONFIG."""
+    cluster = Cluster.from_environment() if resolver is None else embedded.cluster_of(resolver)
+    if cluster is not None:
+        cluster.check_parameter_server()
+    return cluster
+
+
+def warn_of_sizes(cluster: Cluster, num_workers: int | None, num_ps: int | None) -> None:
+    """Warns of numbers that are not those of the cluster, which the strategy takes."""
+    for name, job, value in (("num_workers", "worker", num_workers), ("num_ps", "ps", num_ps)):
+        count = len(cluster.jobs[job])
+        if value is not None and value != count:
+            warnings.warn(
+                f"ParameterServerStrategy({name}={value!r}) has no effect: there is a cluster already, with "
+                f"{count} {job} task{'s' * (count != 1)}; give the number to what makes TF_CONFIG "
+                f"(tfdist launch local --{name}={value!r}).",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _num_tasks_of(cluster: Cluster | None, job: str, embedded_tasks: int) -> int:
+    """Returns the number of tasks of a job of the cluster, or of the embedded cluster if there is none."""
+    return embedded_tasks if cluster is None else len(cluster.jobs[job])
+
+
+def _check_arguments(
+    policies: Sequence[Any], data_sharding: str, start_timeout_secs: float, stall_timeout_secs: float
+) -> None:
+    """Raises ValueError for what no cluster is needed to refuse."""
+    if data_sharding not in _SHARDINGS:
+        raise ValueError(
+            f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. "
+            f"Received: data_sharding={data_sharding!r}"
+        )
+    in_step = [policy for policy in policies if isinstance(policy, Aggregation)]
+    if in_step and data_sharding == "dynamic":
+        raise ValueError(
+            'data_sharding="dynamic" gives whole batches to whoever asks first, and under '
+            f'{in_step[0]!r} a batch is shared by all workers; use "shard". Received: data_sharding="dynamic", '
+            f"policies={list(policies)!r}"
+        )
+    for policy in policies:
+        if isinstance(policy, Compression):
+            on_servers.check(policy.codec, f"Received: policies={list(policies)!r}")
+    _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
