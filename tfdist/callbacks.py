@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist import _checks
 from tfdist.resume.callback import Resume
 from tfdist.telemetry.callback import Telemetry
 
@@ -35,7 +36,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
 
     def __init__(self, warmup_steps: int, *, strategy: Any = None, base_rate: float | None = None) -> None:
         super().__init__()
-        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 0:
+        if not _checks.is_count(warmup_steps, at_least=0):
             raise ValueError(
                 "ScaleLearningRate(warmup_steps=...) must be a whole number, 0 or more. "
                 f"Received: warmup_steps={warmup_steps!r}"

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import _checks
 from tfdist.compat.keras import models, optimizers, scope
 from tfdist.compat.keras import placement as places
 from tfdist.compat.tensorflow import replicas
@@ -41,7 +42,7 @@ def placement(part: int) -> contextlib.AbstractContextManager[None]:
       ValueError: the current strategy has no such device.
     """
     parts = _parts(f"placement({part!r})")
-    if not _is_int(part) or not 0 <= part < parts.count:
+    if not _checks.is_int(part) or not 0 <= part < parts.count:
         raise ValueError(
             f"placement(part): must be an integer from 0 to {parts.count - 1}, the index of a device of a replica; or "
             f"raise devices_per_replica. Received: part={part!r}, devices_per_replica={parts.count}"
@@ -70,7 +71,7 @@ def split(model: keras.Model, parts: int | None = None) -> keras.Model:
     strategy = model.distribute_strategy
     devices = _parts("split", strategy).count
     wanted = devices if parts is None else parts
-    if not _is_int(wanted) or not 1 <= wanted <= devices:
+    if not _checks.is_int(wanted) or not 1 <= wanted <= devices:
         raise ValueError(
             f"split(parts): must be an integer from 1 to devices_per_replica. Received: parts={parts!r}, "
             f"devices_per_replica={devices}"
@@ -106,10 +107,6 @@ def _parts(call: str, strategy: Any = None) -> replicas.Parts:
             f"devices_per_replica=2, or more, or leave it away. Received: {type(strategy).__name__}"
         )
     return parts
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check(strategy: Any, model: keras.Model) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from tfdist import _checks
+
 __all__ = ["LinearScaling"]
 
 
@@ -48,7 +50,7 @@ class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
             ("warmup_steps", warmup_steps, 0),
             ("alone_steps", alone_steps, 0),
         ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not _checks.is_count(value, at_least=least):
                 raise ValueError(
                     f"LinearScaling({argument}=...) must be a whole number, {least} or more. "
                     f"Received: {argument}={value!r}"

@@ -26,6 +26,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _checks
+
 __all__ = [
     "GradientTransform",
     "Info",
@@ -347,7 +349,7 @@ def _folded(key: Any, number: Any) -> tf.Tensor:
 
 def _check_positive(name: str, **arguments: float) -> None:
     for argument, value in arguments.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not _checks.is_number(value, is_finite=False) or not value > 0:
             raise ValueError(f"{name}({argument}=...) must be a number above 0. Received: {argument}={value!r}")
 
 

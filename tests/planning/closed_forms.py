@@ -11,8 +11,8 @@ import math
 import operator
 from collections.abc import Callable
 
+from tfdist import _checks
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
-from tfdist.policies import base
 
 # Steps of the trapezoidal rule per standard deviation, and the share of the peak at which the tails are cut.
 _STEPS = 16
@@ -35,7 +35,7 @@ def expected_arrival(distribution: DelayDistribution, k: int, n: int) -> float:
     Raises:
       ValueError: k or n is invalid.
     """
-    if not base.is_count(n, at_least=1) or not base.is_count(k, at_least=1) or k > n:
+    if not _checks.is_count(n, at_least=1) or not _checks.is_count(k, at_least=1) or k > n:
         raise ValueError(f"expected_arrival(k=..., n=...): k must be 1 to n. Received: k={k!r}, n={n!r}")
     return _FORMULAS[distribution.name](distribution, k, n)
 
@@ -56,7 +56,7 @@ def best_spares(distribution: DelayDistribution, total_num_replicas: int, max_sp
     """
     total = total_num_replicas
     most = (total - 1) // 2 if max_spares is None else max_spares
-    if not base.is_count(total, at_least=1) or not base.is_count(most, at_least=0) or most >= total:
+    if not _checks.is_count(total, at_least=1) or not _checks.is_count(most, at_least=0) or most >= total:
         raise ValueError(
             "best_spares(max_spares=...) must be 0 to total_num_replicas - 1. "
             f"Received: max_spares={max_spares!r}, total_num_replicas={total!r}"

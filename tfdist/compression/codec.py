@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import tensorflow as tf
+
+from tfdist import _checks
 
 # State of a codec by name, such as "residual/0" of the first tensor.
 State = dict[str, "tf.Tensor"]
@@ -252,18 +253,8 @@ def is_compressible(dtype: tf.DType) -> bool:
 
 def check_fraction(codec: str, name: str, value: Any) -> None:
     """Raises ValueError unless a density is in (0, 1]."""
-    if not is_number(value) or not 0 < value <= 1:
+    if not _checks.is_number(value) or not 0 < value <= 1:
         raise ValueError(f"{codec}({name}=...) must be a density in (0, 1], such as 0.001. Received: {name}={value!r}")
-
-
-def is_number(value: Any) -> bool:
-    """Returns True for a finite int or float that is no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_count(value: Any) -> bool:
-    """Returns True for a positive int that is no bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_state(codec: Codec, state: State, wanted: dict[str, tf.TensorSpec]) -> None:

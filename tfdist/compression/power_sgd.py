@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from tfdist import _checks
 from tfdist.compression import codec
 
 _SEED = 1712
@@ -49,9 +50,9 @@ class PowerSGD(codec.Codec):
     commutes_with_sum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not codec.is_count(self.rank):
+        if not _checks.is_count(self.rank):
             raise ValueError(f"PowerSGD(rank=...) must be an integer of at least 1. Received: rank={self.rank!r}")
-        if not codec.is_number(self.min_compression) or self.min_compression < 1:
+        if not _checks.is_number(self.min_compression) or self.min_compression < 1:
             raise ValueError(
                 "PowerSGD(min_compression=...) must be at least 1: fewer values are sent as they are. "
                 f"Received: min_compression={self.min_compression!r}"

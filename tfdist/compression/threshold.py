@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _checks
 from tfdist.compression import codec, fallback, frames, gathered, native
 
 _HEAD = struct.Struct("<fQ")
@@ -82,7 +83,7 @@ class Threshold(gathered.GatheredCodec):
                 "Threshold(min_density=...) must not exceed max_density. Received: "
                 f"min_density={self.min_density!r}, max_density={self.max_density!r}"
             )
-        if self.clip_every is not None and not codec.is_count(self.clip_every):
+        if self.clip_every is not None and not _checks.is_count(self.clip_every):
             raise ValueError(
                 "Threshold(clip_every=...) must be a positive number of steps, or None. "
                 f"Received: clip_every={self.clip_every!r}"
@@ -183,7 +184,7 @@ class Threshold(gathered.GatheredCodec):
 
 
 def _is_magnitude(value: Any) -> bool:
-    return codec.is_number(value) and gathered.SMALLEST <= value <= gathered.LARGEST
+    return _checks.is_number(value) and gathered.SMALLEST <= value <= gathered.LARGEST
 
 
 def _add_all(

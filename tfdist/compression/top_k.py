@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _checks
 from tfdist.compression import codec, frames, gathered, native
 
 # Number of entries, bytes of the coded gaps, bytes per value.
@@ -57,9 +58,9 @@ class TopK(gathered.GatheredCodec):
 
     def __post_init__(self) -> None:
         codec.check_fraction("TopK", "density", self.density)
-        if not codec.is_count(self.warmup) and (self.warmup != 0 or isinstance(self.warmup, bool)):
+        if not _checks.is_count(self.warmup, at_least=0):
             raise ValueError(f"TopK(warmup=...) must be a number of steps, or 0. Received: warmup={self.warmup!r}")
-        if not codec.is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not _checks.is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"TopK(momentum=...) must be in [0, 1). Received: momentum={self.momentum!r}")
         if self.values not in _DTYPES:
             raise ValueError(f'TopK(values=...) must be "float32" or "float16". Received: values={self.values!r}')

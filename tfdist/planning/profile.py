@@ -14,6 +14,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist import _checks
+
 FORMAT = "tfdist profile"
 VERSION = 1
 # Other programs make a machine busy from this share of its cores on.
@@ -241,29 +243,28 @@ class _Reader:
 
     def _secs(self, given: Mapping[str, Any], key: str) -> tuple[float, ...]:
         found = given.get(key)
-        if not isinstance(found, list) or not found or not all(_is_number(each) and each > 0 for each in found):
+        if (
+            not isinstance(found, list)
+            or not found
+            or not all(_checks.is_number(each, is_finite=False) and each > 0 for each in found)
+        ):
             raise self._error(key, found, "a list of seconds above 0")
         return tuple(map(float, found))
 
     def _count(self, given: Mapping[str, Any], key: str, least: int) -> int:
         found = given.get(key)
-        if not isinstance(found, int) or isinstance(found, bool) or found < least:
+        if not _checks.is_count(found, at_least=least):
             raise self._error(key, found, f"an integer of at least {least}")
         return found
 
     def _number(self, given: Mapping[str, Any], key: str, is_finite: bool = True) -> float:
         found: Any = given.get(key)
-        if not _is_number(found, is_finite) or found < 0:
+        if not _checks.is_number(found, is_finite=is_finite) or found < 0:
             raise self._error(key, found, "a number of at least 0")
         return float(found)
 
     def _error(self, key: str, found: Any, wanted: str) -> ProfileError:
         return ProfileError(f"{self._name}: {key} must be {wanted}. Received: {str(found)[:80]}")
-
-
-def _is_number(value: Any, is_finite: bool = True) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    return is_number and (not is_finite or math.isfinite(value))
 
 
 # A profile from the update log of a run: the real arrivals of its gradients. docs/update_log.md has the format.

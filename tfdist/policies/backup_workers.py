@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from tfdist import _checks
 from tfdist.policies import base
 
 # Expected arrival time of the k-th of n replicas, computed exactly from measured durations in plain Python.
@@ -187,7 +188,7 @@ class BackupWorkers(base.Aggregation):
 
     def __init__(self, spares: int | Literal["auto"], *, max_spares: int | None = None) -> None:
         super().__init__()
-        if spares != "auto" and not base.is_count(spares, at_least=0):
+        if spares != "auto" and not _checks.is_count(spares, at_least=0):
             raise ValueError(
                 f'BackupWorkers(spares=...) must be an integer of at least 0, or "auto". Received: spares={spares!r}'
             )
@@ -196,7 +197,7 @@ class BackupWorkers(base.Aggregation):
                 f'BackupWorkers(max_spares=...) is for spares="auto" only. Received: spares={spares!r}, '
                 f"max_spares={max_spares!r}"
             )
-        if max_spares is not None and not base.is_count(max_spares, at_least=1):
+        if max_spares is not None and not _checks.is_count(max_spares, at_least=1):
             raise ValueError(
                 f"BackupWorkers(max_spares=...) must be an integer of at least 1. Received: max_spares={max_spares!r}"
             )

@@ -68,11 +68,6 @@ class Policy:
         """Raises ValueError if the policy makes no sense with so many replicas."""
 
 
-def is_count(value: object, *, at_least: int) -> bool:
-    """Returns True if `value` is an int of at least `at_least`, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
 class Aggregation(Policy):
     """Decides which gradients form an update.
 

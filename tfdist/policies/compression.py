@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdist import _checks
 from tfdist.policies import base
 
 AUTO = "auto"
@@ -42,8 +43,7 @@ class Compression(base.Policy):
                 "Compression(codec): give a codec of tfdist.compression, such as "
                 f'tfdist.compression.Threshold("adaptive"), or "auto". Received: codec={codec!r}'
             )
-        is_number = isinstance(error_bound, int | float) and not isinstance(error_bound, bool)
-        if not is_number or not 0 < error_bound < 1:
+        if not _checks.is_number(error_bound) or not 0 < error_bound < 1:
             raise ValueError(
                 "Compression(error_bound=...) must be a share between 0 and 1, such as 0.99. "
                 f"Received: error_bound={error_bound!r}"

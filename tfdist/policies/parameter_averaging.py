@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from tfdist import _checks
 from tfdist.policies import base
 
 _STATES = ("average", "local", "reset")
@@ -41,7 +42,7 @@ class ParameterAveraging(base.Policy):
         outer: Any = "mean",
     ) -> None:
         super().__init__()
-        if not base.is_count(every_steps, at_least=1):
+        if not _checks.is_count(every_steps, at_least=1):
             raise ValueError(
                 "ParameterAveraging(every_steps=...) must be an integer of at least 1. "
                 f"Received: every_steps={every_steps!r}"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+from tfdist import _checks
 from tfdist.policies import base
 
 Rule = Callable[[int], float]
@@ -33,7 +34,7 @@ class SoftSync(base.Policy):
 
     def __init__(self, updates: int) -> None:
         super().__init__()
-        if not base.is_count(updates, at_least=1):
+        if not _checks.is_count(updates, at_least=1):
             raise ValueError(
                 "SoftSync(updates=...) must be an integer from 1 to the number of workers. "
                 f"Received: updates={updates!r}"
@@ -115,7 +116,7 @@ class DropStale(base.Policy):
 
     def __init__(self, max_staleness: int) -> None:
         super().__init__()
-        if not base.is_count(max_staleness, at_least=0):
+        if not _checks.is_count(max_staleness, at_least=0):
             raise ValueError(
                 "DropStale(max_staleness=...) must be an integer of at least 0. "
                 f"Received: max_staleness={max_staleness!r}"
@@ -145,7 +146,7 @@ class BoundedStaleness(base.Policy):
 
     def __init__(self, bound: int) -> None:
         super().__init__()
-        if not base.is_count(bound, at_least=1):
+        if not _checks.is_count(bound, at_least=1):
             raise ValueError(
                 "BoundedStaleness(bound=...) must be an integer of at least 1; for a bound of 0 train synchronously, "
                 f"with tfdist.BackupWorkers(spares=0). Received: bound={bound!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdist import _checks
 from tfdist.policies import base
 
 
@@ -36,7 +37,7 @@ class Warmup(base.Policy):
             )
         self.unit = "steps" if epochs is None else "epochs"
         length = steps if epochs is None else epochs
-        if not base.is_count(length, at_least=1):
+        if not _checks.is_count(length, at_least=1):
             raise ValueError(
                 f"Warmup({self.unit}=...) must be an integer of at least 1. Received: {self.unit}={length!r}"
             )

@@ -15,11 +15,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist import _log
+from tfdist import _checks, _log
 from tfdist.compat.keras import calls, fit
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.slurm import exits as slurm_exits
-from tfdist.policies.base import is_count
 from tfdist.resume import checkpoint, preemption
 from tfdist.resume.checkpoint import (
     Checkpoint,
@@ -77,12 +76,12 @@ class Resume(keras.callbacks.Callback):
         path = os.fspath(directory)
         if not path or "://" in path:
             raise ValueError(f"Resume(directory) must be a path of a file system. Received: directory={directory!r}")
-        if save_freq != "epoch" and not is_count(save_freq, at_least=1):
+        if save_freq != "epoch" and not _checks.is_count(save_freq, at_least=1):
             raise ValueError(
                 'Resume(save_freq=...) must be "epoch", or a number of steps from 1 on. '
                 f"Received: save_freq={save_freq!r}"
             )
-        if not is_count(max_to_keep, at_least=1):
+        if not _checks.is_count(max_to_keep, at_least=1):
             raise ValueError(f"Resume(max_to_keep=...) must be 1 or more. Received: max_to_keep={max_to_keep!r}")
         # Also of models of no strategy.
         calls.follow()

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _log
+from tfdist import _checks, _log
 from tfdist.cluster import (
     DATA_SERVICE_VARIABLE,
     NOTICES_VARIABLE,
@@ -266,7 +266,7 @@ def _resolver(jobs: dict[str, list[str]], task_type: str | None) -> tf.distribut
 def check_sizes(num_workers: int, num_ps: int) -> None:
     """Raises ValueError unless both are integers of at least 1."""
     for name, value in (("num_workers", num_workers), ("num_ps", num_ps)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _checks.is_count(value, at_least=1):
             raise ValueError(f"{name} must be an integer of at least 1. Received: {name}={value!r}")
 
 

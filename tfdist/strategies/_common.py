@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import model_parallel
+from tfdist import _checks, model_parallel
 from tfdist.compat.keras import calls, fit, models, saving
 from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras.optimizers import SumGradients
@@ -304,5 +304,5 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
 def check_timeouts(**secs: float) -> None:
     """Raises ValueError unless each of these arguments, given by name, is a positive number of seconds."""
     for name, value in secs.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not _checks.is_number(value, is_finite=False) or not value > 0:
             raise ValueError(f"{name} must be a positive number of seconds. Received: {name}={value!r}")

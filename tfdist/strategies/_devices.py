@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _checks
 from tfdist.compat.keras import placement
 from tfdist.compat.tensorflow import collectives, replicas
 from tfdist.policies.compression import Compression
@@ -20,7 +21,7 @@ def check(devices_per_replica: Any, policies: Sequence[Any], strategy: str) -> N
     Raises:
       ValueError: it is no positive integer, or a policy needs replicas of one device.
     """
-    if not isinstance(devices_per_replica, int) or isinstance(devices_per_replica, bool) or devices_per_replica < 1:
+    if not _checks.is_count(devices_per_replica, at_least=1):
         raise ValueError(
             f"{strategy}(devices_per_replica=...): must be an integer of at least 1. Received: "
             f"devices_per_replica={devices_per_replica!r}"

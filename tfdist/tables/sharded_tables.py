@@ -7,6 +7,8 @@ import math
 import numbers
 from typing import Any
 
+from tfdist import _checks
+
 _SMALLEST = 1 << 10
 # Bytes of an element, by the names of dtypes that are not of four bytes.
 _BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
@@ -28,12 +30,12 @@ class ShardedTables:
     """
 
     def __init__(self, min_bytes: int = 16 << 20, max_shards: int | None = None) -> None:
-        if not _is_int(min_bytes) or min_bytes < _SMALLEST:
+        if not _checks.is_count(min_bytes, at_least=_SMALLEST):
             raise ValueError(
                 f"ShardedTables(min_bytes=...) must be an integer of at least {_SMALLEST}: smaller ones cost more "
                 f"round trips than they save. Received: min_bytes={min_bytes!r}"
             )
-        if max_shards is not None and (not _is_int(max_shards) or max_shards < 1):
+        if max_shards is not None and not _checks.is_count(max_shards):
             raise ValueError(
                 "ShardedTables(max_shards=...) must be an integer of at least 1, or None for one shard per parameter "
                 f"server. Received: max_shards={max_shards!r}"
@@ -87,7 +89,3 @@ def checked(partitioner: Any) -> Any:
         return [int(min(counts[0], max(1, sizes[0]))), *counts[1:]]
 
     return partition
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

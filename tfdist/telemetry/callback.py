@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from tfdist import _checks
 from tfdist.compat.keras import calls
 from tfdist.compat.keras.fit import EpochIterator
 from tfdist.policies.records import Contribution, Outcome
@@ -60,7 +61,7 @@ class Telemetry(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         for name, value in (("update_freq", update_freq), ("max_contributions", max_contributions)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _checks.is_count(value, at_least=1):
                 raise ValueError(f"Telemetry({name}=...) must be an integer of at least 1. Received: {name}={value!r}")
         self._directory = os.fspath(log_dir)
         self._update_freq = update_freq

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from tfdist import _checks
 from tfdist.coordination import delay_hook
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
 
@@ -35,7 +36,7 @@ class Delays:
     """
 
     def __init__(self, delays: DelayDistribution | Mapping[str, DelayDistribution], seed: int = 0) -> None:
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        if not _checks.is_int(seed):
             raise ValueError(f"Delays(seed=...) must be an integer. Received: seed={seed!r}")
         self.seed = seed
         self.distributions: dict[str, DelayDistribution] = (

@@ -19,6 +19,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdist import _checks
+
 _NORMAL = statistics.NormalDist()
 _BITS = 52
 
@@ -181,9 +183,8 @@ _BUILDERS: dict[str, Callable[..., DelayDistribution]] = {
 def _check(builder: str, parameters: Mapping[str, Any], **least: float | None) -> None:
     """Raises ValueError unless each parameter is a finite number of at least `least`; above 0 if `least` is None."""
     for name, value in parameters.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         bound = least[name]
-        if not is_number or value < 0 or (bound is None and value == 0):
+        if not _checks.is_number(value) or value < 0 or (bound is None and value == 0):
             wanted = "greater than 0" if bound is None else f"of at least {bound}"
             raise ValueError(f"{builder}({name}=...) must be a number {wanted}. Received: {name}={value!r}")
 

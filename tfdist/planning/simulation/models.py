@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from tfdist import _checks
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
 
 # Bandwidths, sizes and times as people write them: "10Gbit", "100MB", "50us".
@@ -65,7 +66,7 @@ def _number(value: object, name: str, units: dict[str, float], example: str, lea
         if match is None or (match[2] and match[2] not in units):
             raise ValueError(f"{name} has no known unit; write it like {example}. Received: {value!r}")
         number, unit = float(match[1]), match[2]
-    if not isinstance(number, int | float) or isinstance(number, bool) or math.isnan(number):
+    if not _checks.is_number(number, is_finite=False):
         raise ValueError(f"{name} must be a number, or text like {example}. Received: {value!r}")
     result = float(number) * (units[unit] if unit else 1.0)
     if result < 0 or (least is None and result == 0):
@@ -179,7 +180,7 @@ class ClusterModel:
             for worker in getattr(self, name):
                 worker_index(worker, self.workers, f"ClusterModel({name}=...)")
         for worker, speed in self.speeds.items():
-            if not _is_number(speed) or not 0 < speed < math.inf:
+            if not _checks.is_number(speed, is_finite=False) or not 0 < speed < math.inf:
                 raise ValueError(f"ClusterModel(speeds=...) must be numbers above 0. Received: {worker!r}: {speed!r}")
         for worker, delay in self.delays.items():
             _check_distribution(f"ClusterModel(delays={{{worker!r}: ...}})", delay)
@@ -206,7 +207,7 @@ class ClusterModel:
         shares = self.server_shares
         if shares is None:
             return
-        valid = all(_is_number(share) and share >= 0 for share in shares)
+        valid = all(_checks.is_number(share, is_finite=False) and share >= 0 for share in shares)
         if len(shares) != self.servers or not valid or not math.isclose(sum(shares), 1.0, rel_tol=1e-6):
             raise ValueError(
                 f"ClusterModel(server_shares=...) must be one share for each of the {self.servers} servers, with a sum "
@@ -246,7 +247,7 @@ class SparseTable:
     row_bytes: Any
 
     def __post_init__(self) -> None:
-        if not _is_number(self.rows_touched) or self.rows_touched < 0:
+        if not _checks.is_number(self.rows_touched, is_finite=False) or self.rows_touched < 0:
             raise ValueError(
                 f"SparseTable(rows_touched=...) must be a number of at least 0. Received: {self.rows_touched!r}"
             )
@@ -284,7 +285,7 @@ class ModelProfile:
         _check_count("ModelProfile", "batch_size", self.batch_size, at_least=1)
         if not all(isinstance(table, SparseTable) for table in self.sparse_tables):
             raise ValueError(f"ModelProfile(sparse_tables=...) must be SparseTables. Received: {self.sparse_tables!r}")
-        if not _is_number(self.overlap) or not 0 <= self.overlap <= 1:
+        if not _checks.is_number(self.overlap, is_finite=False) or not 0 <= self.overlap <= 1:
             raise ValueError(f"ModelProfile(overlap=...) must be a share from 0 to 1. Received: {self.overlap!r}")
         self._check_step_secs()
 
@@ -339,7 +340,7 @@ class CodecModel:
 
     def __post_init__(self) -> None:
         for name in ("ratio", "variables_ratio"):
-            if not _is_number(getattr(self, name)) or not 0 < getattr(self, name) < math.inf:
+            if not _checks.is_number(getattr(self, name), is_finite=False) or not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"CodecModel({name}=...) must be a number above 0. Received: {getattr(self, name)!r}")
         for name in ("encode_bandwidth", "decode_bandwidth"):
             _set(self, name, bytes_per_sec(getattr(self, name), f"CodecModel({name}=...)"))
@@ -370,12 +371,8 @@ def _interpolated(points: list[tuple[int, float]], size: int) -> float:
     return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
 def _check_count(owner: str, name: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+    if not _checks.is_count(value, at_least=at_least):
         raise ValueError(f"{owner}({name}=...) must be an integer of at least {at_least}. Received: {name}={value!r}")
 
 

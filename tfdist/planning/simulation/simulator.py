@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tfdist import _checks
 from tfdist.planning.simulation import engines, result
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
 from tfdist.planning.simulation.engines import EngineModel
@@ -218,7 +219,7 @@ def _check(cluster: ClusterModel, model: ModelProfile, strategy: str, num_update
         raise ValueError(f"simulate takes a ClusterModel and a ModelProfile. Received: {cluster!r}, {model!r}")
     engines.check_simulable(strategy, cluster)
     for name, value, least in (("num_updates", num_updates, 1), ("steps_per_epoch", steps_per_epoch, 0)):
-        if not base.is_count(value, at_least=least):
+        if not _checks.is_count(value, at_least=least):
             raise ValueError(f"simulate({name}=...) must be an integer of at least {least}. Received: {name}={value!r}")
 
 
