@@ -22,7 +22,7 @@ import psutil
 from absl import app, flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import browser  # noqa: E402
 import cluster_log  # noqa: E402

@@ -69,7 +69,7 @@ def train(kind, directory, *callbacks):
 
 
 def _script(text: str, **names: Any) -> str:
-    given = {"TESTS": str(pathlib.Path(__file__).parents[1]), **names}
+    given = {"TESTS": str(pathlib.Path(__file__).parents[1] / "support"), **names}
     return "".join(f"{name} = {value!r}\n" for name, value in given.items()) + TRAIN + textwrap.dedent(text)
 
 

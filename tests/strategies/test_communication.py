@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import process_cluster
 
@@ -28,7 +28,7 @@ CASES = [
     "eagerly",
     "sum loss",
 ]
-TESTS = str(pathlib.Path(__file__).resolve().parents[1])
+TESTS = str(pathlib.Path(__file__).resolve().parents[1] / "support")
 CPUS = ["/job:worker/replica:0/task:0/device:CPU:0"]
 
 PREPARED = """

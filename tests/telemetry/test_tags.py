@@ -84,7 +84,7 @@ POLICIES = {
 @pytest.mark.processes
 @pytest.mark.parametrize("policy", POLICIES)
 def test_multi_worker_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_path: pathlib.Path) -> None:
-    script = f"import sys; sys.path.insert(0, {str(process_cluster.ROOT / 'tests')!r})" + TRAIN
+    script = f"import sys; sys.path.insert(0, {str(process_cluster.ROOT / 'tests' / 'support')!r})" + TRAIN
     script += MULTI_WORKER.format(policies=f"[{', '.join(POLICIES[policy])}]")
     workers = process_cluster.run(script, tmp_path, timeout_secs=280)
     for found in workers:

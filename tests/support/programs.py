@@ -20,7 +20,7 @@ import prefork
 import psutil
 from waiting import await_output
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 _MARK = "TFDIST_TEST_MARK"
 _HEADER = """
 import os, signal, sys

@@ -24,7 +24,8 @@ import pytest
 from tfdist import Cluster, Task
 from tfdist.launchers.supervise.processes import PortReservation
 
-HERE = pathlib.Path(__file__).resolve().parent
+# The folder of all tests.
+HERE = pathlib.Path(__file__).resolve().parents[1]
 # A directory that is the same for all workers.
 SHARED = "TFDIST_TEST_SHARED"
 _PROGRAM = """
@@ -153,7 +154,7 @@ def outcomes_of(plugin: str, timeout_secs: float) -> Any:
 
 
 def _folders() -> list[str]:
-    return [str(HERE / "strategies"), str(HERE / "conformance"), str(HERE)]
+    return [str(HERE / "strategies"), str(HERE / "conformance"), str(HERE / "support")]
 
 
 def _read(report: pathlib.Path) -> dict[tuple[str, str], list[str]]:

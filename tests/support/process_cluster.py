@@ -26,7 +26,7 @@ from waiting import await_output
 from tfdist import Cluster, Task
 from tfdist.launchers.supervise.processes import PortReservation
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 _HEADER = """
 import json, os, pathlib, sys
