@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 from collections.abc import Callable
 
 PREFIX = "tfdist: "
+_OF_TASK = re.compile(r"tfdist \w+:\d+: ")
 
 _logger = logging.getLogger("tfdist")
 
@@ -40,7 +42,7 @@ def _record(line: str) -> logging.LogRecord:
 
 def _prefixed(line: str) -> str:
     # Lines of the rendezvous begin with the task instead: "tfdist worker:1: waiting for ...".
-    return line if line.startswith("tfdist ") else f"{PREFIX}{line}"
+    return line if _OF_TASK.match(line) else f"{PREFIX}{line}"
 
 
 def _write(text: str) -> None:

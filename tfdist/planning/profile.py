@@ -243,11 +243,7 @@ class _Reader:
 
     def _secs(self, given: Mapping[str, Any], key: str) -> tuple[float, ...]:
         found = given.get(key)
-        if (
-            not isinstance(found, list)
-            or not found
-            or not all(_checks.is_number(each, is_finite=False) and each > 0 for each in found)
-        ):
+        if not isinstance(found, list) or not found or not all(_checks.is_number(each) and each > 0 for each in found):
             raise self._error(key, found, "a list of seconds above 0")
         return tuple(map(float, found))
 
