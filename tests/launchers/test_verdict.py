@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tfdist.launchers.requests import CAUSE_SECS, TRY_AGAIN_EXIT_CODE
-from tfdist.launchers.supervise.verdict import LEAST_SECS, FirstFailure
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.supervise.verdict import CAUSE_SECS, LEAST_SECS, FirstFailure
 
 # Each case: ends as (task, code, time, options), the first failure, and the time of the decision.
 CASES = {

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 # Exit code of a script that was preempted and has saved its work, and of a task that has lost its chief or peers
 # (EX_TEMPFAIL of sysexits.h: "try again later"). Launchers start the job again and don't count it as a failure.
 TRY_AGAIN_EXIT_CODE = 75
-# A task that has lost a peer ends with 75, often before the failed peer has ended. Launchers wait so long for the peer.
-CAUSE_SECS = 5.0
 # Exit codes after which a restart is of no use: an invalid command line, a program that can't be run.
 HOPELESS_EXIT_CODES = (2, 126, 127)
 # Prefix of a remote task's variables in the environment of the local process that connects to its host.

@@ -22,9 +22,9 @@ from collections.abc import Callable
 
 from tfdist import _log
 from tfdist.cluster import Task
-from tfdist.launchers.requests import CAUSE_SECS, TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.supervise.verdict import FirstFailure
+from tfdist.launchers.supervise.verdict import CAUSE_SECS, FirstFailure
 
 EXITS_VARIABLE = "TFDIST_SLURM_EXITS"
 # "1" where Slurm signals the script itself as well as its wrapper (proctrack/linuxproc).

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from tfdist.launchers.requests import CAUSE_SECS, HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
 from tfdist.launchers.supervise.notices import GIVEN_UP, Notices, not_joined
 from tfdist.launchers.supervise.output import Console, LogSettings, StartupNoise, TaskLogs, new_run_name
 from tfdist.launchers.supervise.processes import Process, Supervisor
 from tfdist.launchers.supervise.replacements import FailureRows, Replacements
-from tfdist.launchers.supervise.verdict import LEAST_SECS, FirstFailure
+from tfdist.launchers.supervise.verdict import CAUSE_SECS, LEAST_SECS, FirstFailure
 
 _SHOWN_LINES = 8
 _REPLACE_SECS = 0.5

@@ -18,8 +18,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from tfdist.launchers.requests import CAUSE_SECS, TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 
+# A task that has lost a peer ends with 75, often before the failed peer has ended: the wait for that peer.
+CAUSE_SECS = 5.0
 # A worker or ps that has lost the chief may fail before the launcher sees the end of the chief.
 LEAST_SECS = 1.0
 # Exit code of Python after an exception, and the longest time from its traceback to the end of the process. A traceback
