@@ -308,7 +308,7 @@ def message(paths: Sequence[str]) -> str:
     """Returns a warning about such reads."""
     others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
     return (
-        "tfdist: policies: after optimizer.apply this train_step reads weights as they were before the update, which "
+        "policies: after optimizer.apply this train_step reads weights as they were before the update, which "
         "is made later from several replicas' gradients; to have the updated ones, train without a policy, or read "
         f"them in a callback's on_train_batch_end. Received: a read of {paths[0]!r}{others}"
     )
