@@ -7,19 +7,20 @@ The caller raises: a message names the argument, what it must be, and the value 
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 
-def is_count(value: object, *, at_least: int = 1) -> bool:
+def is_count(value: object, *, at_least: int = 1) -> TypeGuard[int]:
     """Returns True for an int of at least `at_least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Returns True for an int."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object, *, is_finite: bool = True) -> bool:
+def is_number(value: object, *, is_finite: bool = True) -> TypeGuard[float]:
     """Returns True for an int or float that is finite, or with `is_finite=False` for one that is not NaN."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
