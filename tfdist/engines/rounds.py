@@ -355,7 +355,7 @@ class RoundStep:
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        step: Callable[..., Any],
+        step: Step,
         transfer: TransferPlan,
         element_spec: Any,
         total_num_replicas: int,
