@@ -14,7 +14,7 @@ import dataclasses
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -53,15 +53,19 @@ class FakeCluster:
 
     # What `closures` offers.
 
-    def schedule(self, coordinator: Any, function: Callable[..., None], *args: Any) -> None:
-        if self.failure is not None:
-            self.raise_failure(coordinator)
-        with self._changed:
-            self._queue.append((function, args))
-            self._changed.notify_all()
+    def scheduling(self, coordinator: Any) -> Callable[..., None]:
+        def schedule(function: Callable[..., None], args: tuple, kwargs: dict[str, Any]) -> None:
+            assert not kwargs
+            if self.failure is not None:
+                self.raise_failure(coordinator)
+            with self._changed:
+                self._queue.append((function, args))
+                self._changed.notify_all()
 
-    def after_each(self, coordinator: Any, method: Callable[[int], None]) -> None:
-        self._done = method
+        return schedule
+
+    def after_each(self, coordinator: Any, lost: Container[int], method: Callable[[int], None]) -> None:
+        self._done = lambda worker: method(worker) if worker in lost else None
 
     def create_on_workers(self, coordinator: Any, function: Callable[..., Any], *args: Any) -> PerWorker:
         values = []
@@ -168,6 +172,7 @@ class FakeProgram:
     accumulation = None
     num_several = 1
     knows_silence = False
+    is_plain = True
 
     dtypes = (tf.float32,)
 
@@ -300,7 +305,7 @@ def running_engine(
     """
     cluster = FakeCluster(num_workers)
     names = (
-        "schedule",
+        "scheduling",
         "after_each",
         "create_on_workers",
         "current_worker",
@@ -310,7 +315,7 @@ def running_engine(
         "raise_failure",
     )
     with contextlib.ExitStack() as stack:
-        fakes = {name: getattr(cluster, name) for name in names} | {"clear_error": lambda: None}
+        fakes = {name: getattr(cluster, name) for name in names} | {"clear_error": lambda: None, "thread": _here}
         for name, fake in fakes.items():
             for module in with_name(coordinator, name):
                 stack.enter_context(mock.patch.object(module, name, fake))

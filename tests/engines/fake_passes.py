@@ -40,7 +40,6 @@ class Pass:
         self.batches: list[Any] = []
         self.program = FakeProgram(cluster, self._step)
         self.iterator = WorkerIterator(engine, FakeDataset(cluster, shares, known))
-        self.iterator.steps_in_execution = 1
 
     def _step(self, batch: Any, *tensors: Any) -> int:
         self._work(batch)
@@ -50,7 +49,8 @@ class Pass:
 
     def step(self) -> int:
         """One turn of Keras' loop; the logs of it, which are the number of batches."""
-        next(self.iterator)
+        if self.iterator.take(1) is None:
+            raise StopIteration
         return int(self._engine.step(self.program, [], self.iterator.feed, last=self.iterator.is_last)[0])
 
     def run(self) -> list[int]:

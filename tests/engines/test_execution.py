@@ -41,13 +41,12 @@ def run_pass(
 
         program = FakeProgram(cluster, step)
         iterator = WorkerIterator(engine, FakeDataset(cluster, shares), by_execution=True)
-        iterator.steps_in_execution, handles = per_execution, 0
+        handles = 0
         with contextlib.suppress(tf.errors.OutOfRangeError):
-            while True:
-                for _ in zip(range(per_execution), iterator, strict=False):
-                    handles += 1
-                    is_last = iterator.is_last
-                    logs = engine.step(program, [], iterator.feed, is_last, is_update=True, count=iterator.count)
+            while iterator.take(per_execution) is not None:
+                handles += 1
+                is_last = iterator.is_last
+                logs = engine.step(program, [], iterator.feed, is_last, is_update=True, count=iterator.count)
         assert int(logs[0]) == len(batches)
         assert handles == -(-sum(shares) // per_execution)
         engine.barrier()

@@ -32,7 +32,8 @@ def before_contribution(replica: int, attempt: int) -> None:
     Raises:
       ValueError: TFDIST_TEST_DELAYS is invalid.
     """
-    _hook(replica, attempt)
+    if _hook is not _no_delay:
+        _hook(replica, attempt)
 
 
 def install(hook: Hook) -> None:

@@ -43,6 +43,9 @@ class RoundRunner:
       say: writes a line to the log; standard error by default.
     """
 
+    # True if replicas start also while no update is asked for.
+    _starts_ahead = False
+
     def __init__(
         self,
         policy: Aggregation,
@@ -52,6 +55,7 @@ class RoundRunner:
         say: Callable[[str], object] = _log.say,
     ) -> None:
         self._policy = policy
+        self._may_start: Callable[[int], bool] = policy.may_start
         self._names = list(names)
         self._stall_timeout_secs = stall_timeout_secs
         self._clock = clock
@@ -61,6 +65,8 @@ class RoundRunner:
         self._startable = threading.Condition(self._lock)
         self._collectable = threading.Condition(self._lock)
         self._is_open = False
+        # True once all contributions of the update are delivered.
+        self._is_complete = False
         # For the current update: time of acceptance, and contribution, by replica.
         self._accepted_at: dict[int, float] = {}
         self._delivered: dict[int, Any] = {}
@@ -90,12 +96,9 @@ class RoundRunner:
             while True:
                 if is_over():
                     return None
-                if self._error is None and self._may_start(replica):
+                if (self._is_open or self._starts_ahead) and self._error is None and self._may_start(replica):
                     return self._policy.started(replica, self._clock())
                 self._startable.wait(POLL_SECS)
-
-    def _may_start(self, replica: int) -> bool:
-        return self._is_open and self._policy.may_start(replica)
 
     def arrive(self, replica: int, local_step: int) -> bool:
         """Notes that `replica` has computed a contribution; returns True if the policy accepts it."""
@@ -112,11 +115,14 @@ class RoundRunner:
     def deliver(self, replica: int, local_step: int, contribution: Any) -> None:
         """Hands over an accepted contribution; ignored if it was withdrawn in the meantime."""
         with self._lock:
-            if local_step == self._policy.step and replica in self._policy.contributors:
+            contributors = self._policy.contributors
+            if replica in contributors and local_step == self._policy.step:
                 self._delivered[replica] = contribution
                 self._last_event = self._clock()
-                if self._is_complete():
-                    self._collectable.notify_all()
+                if len(self._delivered) >= len(contributors):
+                    self._count_delivered()
+                    if self._is_complete:
+                        self._collectable.notify_all()
 
     def lose(
         self, replica: int, is_so: Callable[[], bool] = lambda: True, release: Callable[[], None] = lambda: None
@@ -139,6 +145,7 @@ class RoundRunner:
             self._count_the_living()
             self._startable.notify_all()
             # The policy may need fewer contributions now.
+            self._count_delivered()
             self._collectable.notify_all()
 
     def bring_back(self, replica: int) -> None:
@@ -183,6 +190,7 @@ class RoundRunner:
             self._policy.withdraw(replica, self._clock())
             self._forget(replica)
             self._startable.notify_all()
+            self._count_delivered()
             self._collectable.notify_all()
 
     def wake(self) -> None:
@@ -210,6 +218,8 @@ class RoundRunner:
         with self._lock:
             self._policy.limit(count)
             self._startable.notify_all()
+            self._count_delivered()
+            self._collectable.notify_all()
 
     def discard(self) -> None:
         """Withdraws all contributions, computed or not."""
@@ -244,10 +254,12 @@ class RoundRunner:
         try:
             while True:
                 with self._lock:
-                    self._collectable.wait_for(lambda: self._error is not None or self._is_complete(), POLL_SECS)
+                    while self._error is None and not self._is_complete:
+                        if not self._collectable.wait(POLL_SECS):
+                            break
                     if self._error is not None:
                         raise self._error
-                    if self._is_complete():
+                    if self._is_complete:
                         return self._take()
                     self._give_up_late_deliveries()
                     self._check_the_living()
@@ -267,10 +279,11 @@ class RoundRunner:
 
     def _take(self) -> tuple[list[Any], Update]:
         # Under the same lock as the check, so that no loss of a replica comes in between.
-        contributions = [self._delivered[replica] for replica in self._policy.contributors]
         update = self._policy.updated(self._clock())
+        contributions = [*map(self._delivered.__getitem__, update.contributors)]
         self._delivered.clear()
         self._accepted_at.clear()
+        self._is_complete = False
         for change in update.changes:
             self._say(change.text)
         return contributions, update
@@ -282,10 +295,12 @@ class RoundRunner:
             self._policy.withdraw(replica, self._clock())
             self._forget(replica)
 
-    def _is_complete(self) -> bool:
-        return self._policy.update_due and self._delivered.keys() >= set(self._policy.contributors)
+    def _count_delivered(self) -> None:
+        """Notes if all contributions of an update are delivered, for `collect`."""
+        self._is_complete = self._policy.update_due and self._delivered.keys() >= set(self._policy.contributors)
 
     def _forget(self, replica: int) -> None:
+        self._is_complete = False
         self._accepted_at.pop(replica, None)
         self._delivered.pop(replica, None)
 

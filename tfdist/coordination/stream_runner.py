@@ -35,9 +35,11 @@ class StreamRunner(round_runner.RoundRunner):
     """Runner of an asynchronous policy. See `RoundRunner` for the arguments."""
 
     _policy: Asynchronous
+    _starts_ahead = True
 
     def __init__(self, policy: Asynchronous, *args: Any, **kwargs: Any) -> None:
         super().__init__(policy, *args, **kwargs)
+        self._may_start = self._is_first
         self._is_updating = False
         # Replicas without data left in this pass over the data.
         self._idle: set[int] = set()
@@ -63,7 +65,7 @@ class StreamRunner(round_runner.RoundRunner):
                 # The next replica may be allowed to start now.
                 self._startable.notify_all()
 
-    def _may_start(self, replica: int) -> bool:
+    def _is_first(self, replica: int) -> bool:
         first = next(filter(self._is_free, self._policy.turns), None)
         return not self._is_updating and replica == first
 

@@ -256,7 +256,7 @@ class AsynchronousEngine(Engine):
         """Waits until another step may be queued. Raises the error of an earlier step."""
         queue = self._queue
         if queue.has_news or len(queue.pending) >= self.window:
-            queue.wait_until(lambda: len(queue.pending) < self.window)
+            queue.wait_until(fewer_than=self.window)
 
     def step(
         self,
@@ -289,7 +289,7 @@ class AsynchronousEngine(Engine):
         queue = self._queue
         if last:
             # Its result must include all earlier steps, which may finish in another order than they began.
-            queue.wait_until(queue.is_empty)
+            queue.wait_until()
         step = QueuedStep(program, tensors, feed, is_update=is_update, batch=batch, count=count)
         if isinstance(feed, WorkerFeed) and not feed.is_counted:
             step.took_batch = concurrent.futures.Future()
@@ -354,7 +354,7 @@ class AsynchronousEngine(Engine):
         if coordinator.current_worker() is not None:
             return
         if self._queue.pending or self._queue.has_news:
-            self._queue.wait_until(self._queue.is_empty)
+            self._queue.wait_until()
         if writes:
             self._queue.logs = None
 

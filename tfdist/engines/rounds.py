@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,8 @@ class _Residence:
     iterator: WorkerIterator
     # If the chief reads the data: each worker's part of this update's batch, flat.
     parts: list[list[tf.Tensor]] | None = None
+    # Set once the workers are to return their threads.
+    left: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 class RoundEngine(Engine):
@@ -223,13 +226,13 @@ class RoundEngine(Engine):
         self._on_update(update)
         return logs
 
-    @contextlib.contextmanager
-    def _phase(self, step: RoundStep) -> Iterator[None]:
+    def _phase(self, step: RoundStep) -> contextlib.AbstractContextManager[None]:
         """Context of one update, in which only the workers of the warmup phase take part."""
         warmup = self._warmup
-        if warmup is None or warmup.is_over:
-            yield
-            return
+        return contextlib.nullcontext() if warmup is None or warmup.is_over else self._limited(step, warmup)
+
+    @contextlib.contextmanager
+    def _limited(self, step: RoundStep, warmup: Warmup) -> Iterator[None]:
         counts_epochs = warmup.unit == "epochs"
         is_first = counts_epochs and _is_first_step(step.model)
         self._runner.limit(warmup.taking_part_next(is_first))
@@ -279,7 +282,7 @@ class RoundEngine(Engine):
         residence = self._residence = _Residence(step, iterator, parts)
         on_workers = self._on_workers(iterator, parts)
         for _ in range(self._count):
-            coordinator.schedule(self._engine.coordinator, self._serve, residence, on_workers)
+            coordinator.scheduling(self._engine.coordinator)(self._serve, (residence, on_workers), {})
 
     def _on_workers(self, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
         """Returns the workers' iterators; None if the chief reads the data."""
@@ -287,12 +290,14 @@ class RoundEngine(Engine):
         return feed.begin() if isinstance(feed, WorkerFeed) and parts is None else None
 
     def _leave(self) -> None:
+        if self._residence is not None:
+            self._residence.left.set()
         self._residence = None
         self._runner.wake()
 
     def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
         """Contributes until another function is scheduled; runs in the thread of the closure's worker."""
-        worker = coordinator.this_worker()
+        worker = coordinator.thread.worker
         for local_step in self._started(worker, residence):
             try:
                 self._contribute(residence, worker, local_step, iterator_on_worker)
@@ -311,7 +316,7 @@ class RoundEngine(Engine):
         """Yields the local step of each gradient that a worker starts, until another function is scheduled."""
         self._runner.bring_back(worker)
         while True:
-            local_step = self._runner.start(worker, lambda: self._residence is not residence)
+            local_step = self._runner.start(worker, residence.left.is_set)
             if local_step is None:
                 return
             yield local_step
@@ -350,6 +355,9 @@ class RoundStep:
         first use, which waits for every worker that is up, even if it is stopped.
       is_weighted: True if the gradients of each contribution have a weight and a staleness.
       is_relative: see `SplitTrainStep`.
+
+    Attributes:
+      contribute: computes a contribution from a worker's iterator, on the default device, which is the worker.
     """
 
     def __init__(
@@ -383,11 +391,11 @@ class RoundStep:
         self._rows = RowPieces([], [])
         self._home = ""
         self._from_batch: Callable[..., Any] | None = None
-        self._from_iterator = self._step.settled(
+        self.contribute = self._step.settled(
             lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
         )
-        scope_checks.check_graph(step, self._from_iterator)
-        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._from_iterator.outputs]
+        scope_checks.check_graph(step, self.contribute)
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs]
         self._push = self._trace(self._to_servers, self._specs)
         self._packing = Packing()
         # By the number of contributions.
@@ -407,10 +415,6 @@ class RoundStep:
     def rebuild(self, flat: Sequence[Any]) -> Any:
         """Packs flat logs into what Keras' step returns."""
         return self._packing.rebuild(flat)
-
-    def contribute(self, iterator: Any) -> list[tf.Tensor]:
-        """Computes a contribution from a worker's next batch, on the default device, which is the worker."""
-        return self._from_iterator(iterator)
 
     def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Computes a contribution from a flat batch of the chief, on the default device, which is the worker."""
@@ -445,8 +449,8 @@ class RoundStep:
           weights: factors of each contribution's gradients, if `is_weighted`.
           staleness: of each contribution, likewise.
         """
-        update = self._update_from(len(contributions))
-        tensors = [tensor for each in contributions for tensor in each]
+        update = self._updates.get(len(contributions)) or self._update_from(len(contributions))
+        tensors = [*itertools.chain.from_iterable(contributions)]
         with tf.device(self._home):
             if self._is_weighted:
                 tensors.append(tf.constant([weights, staleness], tf.float32, [2, len(contributions)]))

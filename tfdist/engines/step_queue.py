@@ -85,11 +85,8 @@ class StepQueue:
         self._running: set[int] = set()
         self._lost: set[int] = set()
         self._cut_short: WorkerFeed | None = None
-        closures.after_each(coordinator, self._find_alive)
-
-    def is_empty(self) -> bool:
-        """True if no step is in flight."""
-        return not self.pending
+        self._submit = closures.scheduling(coordinator)
+        closures.after_each(coordinator, self._lost, self._find_alive)
 
     def waited_for(self) -> str:
         """Returns the names of the tasks that the steps in flight wait for."""
@@ -104,15 +101,19 @@ class StepQueue:
 
     # Waiting.
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition that depends on the steps. Raises the error of a failed step."""
+    def wait_until(self, condition: Callable[[], bool] | None = None, fewer_than: int = 1) -> None:
+        """Waits until fewer steps than this are in flight, or for another condition. Raises a failed step's error."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._error is not None or self._handed_back or condition(), _POLL_SECS)
+                is_met = False
+                while self._error is None and not self._handed_back:
+                    is_met = len(self.pending) < fewer_than if condition is None else condition()
+                    if is_met or not self._changed.wait(_POLL_SECS):
+                        break
                 step = self._handed_back.popleft() if self._handed_back else None
                 if step is None and self._error is None:
                     self.has_news = self._cut_short is not None
-                    if condition():
+                    if is_met:
                         break
             if step is not None:
                 with self._changed:
@@ -125,12 +126,11 @@ class StepQueue:
                 self._raise_failure()
             elif self._clock() - self._progressed_at > self.stall_timeout_secs:
                 self._raise_stall()
-        self._warn_of_lost_batches()
+        if self._cut_short is not None and not self.pending:
+            self._warn_of_lost_batches()
 
     def _warn_of_lost_batches(self) -> None:
         """Warns, after a pass, of batches that were not used because a worker was lost."""
-        if self._cut_short is None or self.pending:
-            return
         with self._changed:
             feed, self._cut_short = self._cut_short, None
             self.has_news = self._error is not None or bool(self._handed_back)
@@ -212,14 +212,14 @@ class StepQueue:
             if isinstance(feed, WorkerFeed):
                 on_workers = feed.on_workers or feed.begin()
             sums = accumulation.on_workers if accumulation else None
-            closures.schedule(self._coordinator, self._execute, step, on_workers, sums)
+            self._submit(self._execute, (step, on_workers, sums), {})
         except BaseException:
             self.forget_steps()
             raise
 
     def _execute(self, step: Step, iterator_on_worker: Any, sums: Sums | None) -> None:
         """Runs a step; in the thread of the worker that took it."""
-        worker, feed = closures.this_worker(), step.feed
+        worker, feed = closures.thread.worker, step.feed
         with self._changed:
             if step not in self.pending:
                 return
@@ -259,14 +259,11 @@ class StepQueue:
             self._changed.notify_all()
 
     def _find_alive(self, worker: int) -> None:
-        """Notes that a worker is back; its thread waits within the failed closure until then.
+        """Notes that a lost worker is back; its thread, which calls this, waits within the failed closure until then.
 
         Not only when it executes its next closure: until then it builds its data again, and another worker that comes
         to the end of its share must not take the pass for ended.
         """
-        # Only this thread adds the worker.
-        if worker not in self._lost:
-            return
         with self._changed:
             self._lost.discard(worker)
             try:
@@ -288,7 +285,12 @@ class StepQueue:
                 inputs = [*batch, *inputs]
         is_rest = count == step.count
         wants_values = is_rest and (step.wants_logs or step.result is not None)
-        made = make_steps(step.program, count, wants_values, inputs, sums)
+        program = step.program
+        if program.is_plain and count == 1:
+            outputs = program.run(*inputs) if wants_values else program.run_silently(*inputs)
+            made = MadeSteps(program.fetch(outputs) if wants_values else None, (), _ESTIMATED)
+        else:
+            made = make_steps(program, count, wants_values, inputs, sums)
         if isinstance(feed, WorkerFeed):
             if step.batch is not None:
                 step.batch.on_worker = made.batch if batch is None else batch
@@ -478,7 +480,11 @@ class MadeSteps:
 
     values: list[np.ndarray] | None
     batch: Sequence[tf.Tensor]
-    staleness: list[int | None]
+    staleness: Sequence[int | None]
+
+
+# Of one update, whose staleness the chief estimates.
+_ESTIMATED = (None,)
 
 
 def make_steps(program: Program, count: int, wants_values: bool, inputs: Sequence[Any], sums: Sums | None) -> MadeSteps:

@@ -152,7 +152,7 @@ class StreamEngine(rounds.RoundEngine):
     def _without_update(self, iterator: WorkerIterator) -> list[np.ndarray]:
         """Ends a pass without gradients: raises the end of the data, or makes an empty step if Keras expects one."""
         if iterator.dataset.cardinality == tf.data.UNKNOWN_CARDINALITY or self._logs is None:
-            iterator.end()
+            iterator.is_ended = True
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         if self._begun_at is not None:
             _log.say(
@@ -174,7 +174,7 @@ class StreamEngine(rounds.RoundEngine):
     # In a worker's thread.
 
     def _serve(self, residence: Any, iterator_on_worker: Any) -> None:
-        worker, feed = coordinator.this_worker(), self._feed
+        worker, feed = coordinator.thread.worker, self._feed
         feed.arrive(worker, iterator_on_worker)
         for local_step in self._started(worker, residence):
             try:

@@ -51,6 +51,9 @@ class Program:
       transfer: Form in which variables and gradients cross the network; stock TensorFlow's by default.
       counter: Of the updates of all workers, int64; for a step of which a worker makes several in one closure.
 
+    Attributes:
+      run: runs the step on the device of the calling thread; the result stays there (see `fetch`).
+      run_silently: the same, without computing its result (see `prepare_silent`).
     """
 
     # False if the step only accumulates gradients.
@@ -59,6 +62,8 @@ class Program:
     num_several = 1
     # True once `prepare_silent` was called.
     knows_silence = False
+    # True if a run makes one update, which no counter counts, and no batch is kept.
+    is_plain = False
     # The same step, which accumulates its gradients instead of updating.
     adding: Program | None = None
 
@@ -91,18 +96,18 @@ class Program:
         self._packing = Packing()
         self._transfer = transfer or plan.plain()
         self.accumulation = accumulation
-        self._run = self._trace(self._on_worker)
-        self._silent: Callable[..., list[tf.Tensor]] | None = None
+        self.run = self.run_silently = self._trace(self._on_worker)
         self._several: Callable[..., list[tf.Tensor]] | None = None
         # By worker, on the parameter server: the number of all updates before and after each of several steps.
         self._counts: dict[int, tf.Variable] = {}
         if accumulation is not None:
             self.adding = self._that_adds()
+        self.is_plain = accumulation is None and counter is None and not self._keeps_batch
 
     @property
     def graph(self) -> tf.Graph:
         """The graph of the traced step."""
-        return self._run.graph
+        return self.run.graph
 
     @property
     def dtypes(self) -> list[tf.DType]:
@@ -116,14 +121,6 @@ class Program:
         ]
         return tf.nest.flatten(leaves, expand_composites=True)
 
-    def run(self, *inputs: Any) -> list[tf.Tensor]:
-        """Runs the step on the device of the calling thread; the result stays there (see `fetch`)."""
-        return self._run(*inputs)
-
-    def run_silently(self, *inputs: Any) -> Sequence[tf.Tensor]:
-        """Runs the step without computing its result (see `prepare_silent`)."""
-        return (self._silent or self._run)(*inputs)
-
     def prepare_silent(self) -> None:
         """Traces the step without its result, where that is cheap; only the main thread may call it.
 
@@ -134,8 +131,8 @@ class Program:
         """
         self.knows_silence = True
         is_small = len(self.graph.get_operations()) <= _SMALL_STEP_OPERATIONS
-        if self._silent is None and self._counter is None and not self._keeps_batch and is_small:
-            self._silent = self._trace(self._for_effects)
+        if self.run_silently is self.run and self._counter is None and not self._keeps_batch and is_small:
+            self.run_silently = self._trace(self._for_effects)
         if self.adding is not None:
             self.adding.prepare_silent()
 
@@ -209,7 +206,7 @@ class Program:
     def _that_adds(self) -> Program:
         other = copy.copy(self)
         other._packing, other._updates, other._counter = Packing(), False, None
-        other._run = other._trace(other._on_worker)
+        other.run = other.run_silently = other._trace(other._on_worker)
         return other
 
     def fetch(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:

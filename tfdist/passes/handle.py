@@ -311,41 +311,42 @@ class HandleIterator:
     handle was given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two apart.
 
     Attributes:
-      given_in_execution: how many handles were given since `iter(self)`.
-      steps_in_execution: how many steps `executions` asks for at a time; 0 in other loops.
+      is_ended: True once the data have ended.
+      count: how many batches the last handle stands for.
     """
 
-    steps_in_execution = 0
+    count = 1
 
     def __init__(self) -> None:
-        self._is_ended = False
-        self.given_in_execution = 0
+        self.is_ended = False
+        self._given_in_execution = 0
 
     def __iter__(self) -> HandleIterator:
-        self.given_in_execution = 0
+        self._given_in_execution = 0
         return self
 
     def __next__(self) -> BatchHandle:
-        handle = None if self._is_ended else self.next_handle()
+        handle = None if self.is_ended else self.next_handle()
         if handle is None:
-            self._is_ended = True
-            if self.given_in_execution:
+            self.is_ended = True
+            if self._given_in_execution:
                 raise StopIteration
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        self.given_in_execution += 1
+        self._given_in_execution += 1
         return handle
 
     def next_handle(self) -> BatchHandle | None:
         """The next handle, or None at the end of the data."""
         raise NotImplementedError
 
+    def take(self, wanted: int) -> BatchHandle | None:
+        """The next handle for `executions`, of at most so many batches; or None at the end of the data."""
+        del wanted
+        return self.next_handle()
+
     def get_next(self) -> BatchHandle:
         """The same as `next(self)`."""
         return next(self)
-
-    def end(self) -> None:
-        """Ends the pass: a step has found that the data have ended."""
-        self._is_ended = True
 
     @property
     def of_last_handle(self) -> Any:
@@ -371,26 +372,27 @@ def executions(
     def function(iterator: Any) -> Any:
         if not isinstance(iterator, HandleIterator):
             return stock(iterator)
-        logs, steps = None, model.steps_per_execution
-        iterator.given_in_execution = 0
-        # A step that runs eagerly takes its batch as one of a user's loop does.
-        iterator.steps_in_execution = 0 if model.run_eagerly else steps
+        logs: Any = None
+        left = steps = model.steps_per_execution
         try:
-            for _ in range(steps):
-                handle = next(iterator, None)
+            while left > 0 and not iterator.is_ended:
+                # A step that runs eagerly takes its batch as one of a user's loop does.
+                handle = iterator.next_handle() if model.run_eagerly else iterator.take(left)
                 if handle is None:
+                    iterator.is_ended = True
                     break
                 make = prepared.get(handle.kind)
                 if make is None:
                     make = prepared[handle.kind] = prepare(handle)
                 logs = make(iterator, handle)
+                left -= iterator.count
         except tf.errors.OutOfRangeError:
             # Of data of unknown length; the last execution is of as many steps as there were data for.
-            iterator.end()
-            if logs is None:
-                raise
+            iterator.is_ended = True
         except tf.errors.OpError as error:
             raise python_operation.brief(error) from None
+        if left == steps:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return logs
 
     return function

@@ -259,7 +259,6 @@ class WorkerIterator(HandleIterator, LoopIterator):
 
     Attributes:
       feed: who reads the batches; None until it is decided.
-      count: how many batches the last handle stands for, in Keras' loops.
     """
 
     def __init__(self, engine: Steps, dataset: WorkerDataset, by_execution: bool = False):
@@ -272,7 +271,6 @@ class WorkerIterator(HandleIterator, LoopIterator):
         self._loop = "" if call is None else call.kind
         self._cardinality = dataset.cardinality
         self._handles_given = 0
-        self.count = 1
         self.feed: Feed | None = None
         self._deciding = threading.Lock()
         self.id = registry.add(self)
@@ -325,14 +323,17 @@ class WorkerIterator(HandleIterator, LoopIterator):
         if not self._loop:
             batch = self._give_batch()
             return None if batch is None else worker_batch.handle(batch.handle, self.dataset.kind, batch)
-        # Of an execution there is one handle, however many of its batches are left.
-        if self.count > 1 and self.given_in_execution:
-            raise StopIteration
+        if self._loop == "predict":
+            self.decide(by_chief=True)
+        self.count = self._give(1)
+        return self._next_one if self.count else None
+
+    def take(self, wanted: int) -> WorkerBatch | None:
+        """See `HandleIterator.take`: one handle for several batches where a worker reads its share by itself."""
         feed = self.feed
-        if feed is None and (self.steps_in_execution or self._loop == "predict"):
+        if feed is None:
             feed = self.decide(by_chief=self._loop != "fit")
-        several = self._by_execution and feed is not None and feed.in_step
-        self.count = self._give(self.steps_in_execution or 1 if several else 1)
+        self.count = self._give(wanted if self._by_execution and feed.in_step else 1)
         return self._next_one if self.count else None
 
     def get_next_as_optional(self) -> worker_dataset.Optional:

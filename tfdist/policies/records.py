@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from typing import NamedTuple
 
 
@@ -149,8 +150,10 @@ class HeldSecs:
 
     def started(self, replica: int, time: float) -> float:
         """Notes that `replica` starts a gradient; returns for how long it was held back before."""
-        self._add(replica, time)
-        self._idle_since.pop(replica, None)
+        since = self._idle_since.pop(replica, None)
+        if since is not None:
+            self._held[replica] = self._held.get(replica, 0.0) + time - since
+            return self._before_start.pop(replica, 0.0) + time - since
         return self._before_start.pop(replica, 0.0)
 
     def forget(self, replica: int) -> None:
@@ -160,16 +163,12 @@ class HeldSecs:
 
     def updated(self, time: float, total_num_replicas: int) -> tuple[float, ...]:
         """Returns the seconds of each replica since the previous update, and begins anew."""
-        for replica in self._idle_since:
-            self._add(replica, time)
         held, self._held = self._held, {}
-        return tuple(held.get(replica, 0.0) for replica in range(total_num_replicas))
-
-    def _add(self, replica: int, time: float) -> None:
-        since = self._idle_since.get(replica, time)
-        self._idle_since[replica] = time
-        self._held[replica] = self._held.get(replica, 0.0) + time - since
-        self._before_start[replica] = self._before_start.get(replica, 0.0) + time - since
+        for replica, since in self._idle_since.items():
+            self._idle_since[replica] = time
+            held[replica] = held.get(replica, 0.0) + time - since
+            self._before_start[replica] = self._before_start.get(replica, 0.0) + time - since
+        return (*map(held.get, range(total_num_replicas), itertools.repeat(0.0)),)
 
 
 class NoHeldSecs(HeldSecs):

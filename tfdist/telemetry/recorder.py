@@ -22,6 +22,8 @@ Sink = Callable[[Update, int, int], None]
 StepSink = Callable[[Updates, Contributions, int], None]
 # Called with the index of a replica, and True if it was lost, False if it is back.
 LossSink = Callable[[int, bool], None]
+# So many updates are added to the sums at once.
+_MOST_PENDING = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,8 @@ class Recorder:
         self._reduce = Histogram()
         self._delay_secs = [0.0] * len(self.names)
         self._cost_secs = [0.0] * len(self.names)
+        # Updates that are counted, and not yet in the other sums.
+        self._pending: list[Update] = []
 
     def record(self, update: Update, examples: int = 0) -> None:
         """Adds an update.
@@ -123,7 +127,19 @@ class Recorder:
         with self._lock:
             self._updates += 1
             self._examples += examples
-            for replica in update.contributors:
+            self._pending.append(update)
+            if len(self._pending) >= _MOST_PENDING:
+                self._add_pending()
+            if self.sink is not None:
+                self.sink(update, examples, self._updates)
+
+    def _add_pending(self) -> None:
+        """Adds the last updates to the sums: many at once, which takes a part of the time."""
+        pending, self._pending = self._pending, []
+        rows: dict[int, list[tuple[Contribution, float]]] = {}
+        for update in pending:
+            accepted, ended = update.contributors, update.contributions
+            for replica in accepted:
                 self._accepted[replica] += 1
             for replica in update.dropped:
                 self._dropped[replica] += 1
@@ -133,10 +149,23 @@ class Recorder:
             self._staleness_sum += sum(update.staleness)
             self._wait_secs += update.wait_secs
             self._spread_secs += update.spread_secs
-            self._add_times(update.contributions, update)
-            self._add_costs(update)
-            if self.sink is not None:
-                self.sink(update, examples, self._updates)
+            for gradient in ended:
+                rows.setdefault(gradient.replica, []).append((gradient, update.time))
+                if gradient.outcome is not Outcome.ACCEPTED:
+                    self._lost[gradient.replica] += gradient.outcome is Outcome.LOST
+                    self._cost_secs[gradient.replica] += max(0.0, gradient.arrival - gradient.start)
+            # The accepted ones are last, in the order of their arrival: others have waited for the last one.
+            if len(accepted) > 1 and len(ended) > 1:
+                late = max(0.0, ended[-1].arrival - ended[-2].arrival)
+                self._delay_secs[ended[-1].replica] += late
+                self._cost_secs[ended[-1].replica] += late * (len(accepted) - 1)
+        for replica, given in rows.items():
+            self._times_of(replica).add_all(given)
+
+    def _times_of(self, replica: int) -> Times:
+        if replica not in self._times:
+            self._times[replica] = Times()
+        return self._times[replica]
 
     def record_steps(self, updates: Updates, rows: Contributions) -> None:
         """Adds synchronous steps, each with a gradient of every replica."""
@@ -158,6 +187,7 @@ class Recorder:
     def add_untimed(self, updates: int) -> None:
         """Adds updates of all replicas' gradients whose times are not known."""
         with self._lock:
+            self._add_pending()
             self._updates += updates
             self._accepted = [count + updates for count in self._accepted]
             self._staleness[0] += updates * len(self.names)
@@ -167,31 +197,9 @@ class Recorder:
         """Adds the times of a step of Keras' loop, where no policy decides; it is counted in no sum."""
         with self._lock:
             self.has_steps = True
-            self._add_times(contributions, None, time)
-
-    def _add_costs(self, update: Update) -> None:
-        """Adds the time for which others waited for the last gradient, and that of gradients without a use."""
-        for gradient in update.contributions:
-            if gradient.outcome is not Outcome.ACCEPTED:
-                self._cost_secs[gradient.replica] += max(0.0, gradient.arrival - gradient.start)
-        # The accepted ones are last, in the order of their arrival.
-        if len(update.contributors) > 1 and len(update.contributions) > 1:
-            before, last = update.contributions[-2:]
-            late = max(0.0, last.arrival - before.arrival)
-            self._delay_secs[last.replica] += late
-            self._cost_secs[last.replica] += late * (len(update.contributors) - 1)
-
-    def _add_times(
-        self, contributions: Sequence[Contribution], update: Update | None = None, time: float = 0.0
-    ) -> None:
-        summed = time if update is None else update.time
-        for gradient in contributions:
-            times = self._times.get(gradient.replica)
-            if times is None:
-                times = self._times[gradient.replica] = Times()
-            times.add(gradient, summed)
-            if gradient.outcome == Outcome.LOST:
-                self._lost[gradient.replica] += 1
+            for gradient in contributions:
+                self._times_of(gradient.replica).add_all([(gradient, time)])
+                self._lost[gradient.replica] += gradient.outcome is Outcome.LOST
 
     def changed(self, replica: int, is_lost: bool) -> None:
         """Counts the loss of a replica, or its return."""
@@ -203,6 +211,7 @@ class Recorder:
     def sums(self) -> Sums:
         """Returns the sums so far."""
         with self._lock:
+            self._add_pending()
             return Sums(
                 updates=self._updates,
                 examples=self._examples,
@@ -218,6 +227,7 @@ class Recorder:
     def take_times(self) -> dict[int, Times]:
         """Returns the histograms of the replicas since the last call, and begins new ones."""
         with self._lock:
+            self._add_pending()
             taken, self._times = self._times, {}
             for replica, times in taken.items():
                 self._before.setdefault(replica, Times()).merge(times)
@@ -226,6 +236,7 @@ class Recorder:
     def report(self) -> Report:
         """Returns the sums as a `Report`, with the replicas' names."""
         with self._lock:
+            self._add_pending()
             times = self._all_times()
             return Report(
                 updates=self._updates,

@@ -134,17 +134,23 @@ class Times:
             setattr(self, kind, Histogram())
         self.staleness: collections.Counter[int] = collections.Counter()
 
-    def add(self, gradient: Contribution, summed_at: float) -> None:
-        """Adds a gradient; the last one of its update was there at `summed_at`. Of a lost one no time is known."""
-        _, start, arrival, outcome, staleness, _, held, _ = gradient
-        if outcome is Outcome.LOST:
-            return
-        self.step.add(arrival - start)
-        self.held.add(held)
-        self.own.add(arrival - start)
-        if outcome is Outcome.ACCEPTED:
-            self.wait.add(summed_at - arrival)
-            self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+    def add_all(self, rows: Sequence[tuple[Contribution, float]]) -> None:
+        """Adds gradients, each with the time when the last one of its update was there; of a lost one none is known."""
+        found: dict[str, list[float]] = {"step": [], "held": [], "own": [], "wait": []}
+        for (_, start, arrival, outcome, staleness, _, held, _), summed_at in rows:
+            if outcome is Outcome.LOST:
+                continue
+            found["step"].append(arrival - start)
+            found["held"].append(held)
+            found["own"].append(arrival - start)
+            if outcome is Outcome.ACCEPTED:
+                found["wait"].append(summed_at - arrival)
+                self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+        for kind, values in found.items():
+            if len(values) > 1:
+                getattr(self, kind).add_all(np.array(values))
+            elif values:
+                getattr(self, kind).add(values[0])
 
     def merge(self, other: Times) -> None:
         """Adds what another one has counted."""

@@ -13,8 +13,9 @@ import copy
 import functools
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import tensorflow as tf
@@ -65,17 +66,22 @@ _TASK_FAILURES = (
 )
 
 
-def schedule(
-    coordinator: tf.distribute.coordinator.ClusterCoordinator, function: Callable[..., None], *args: Any
-) -> None:
-    """Queues `function(*args)` for whichever worker is free first.
+class _Thread(threading.local):
+    worker = -1
 
-    It runs in that worker's thread on the chief, with the worker as the default device. It runs again, on another
-    worker, when it raises an error that
-    `is_task_failure` knows. Per-worker values among `args` arrive as the value of the worker it
-    runs on.
+
+# `worker` is the index of the worker whose closure this thread runs.
+thread = _Thread()
+
+
+def scheduling(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> Callable[..., object]:
+    """Returns what queues `function(*args)` for whichever worker is free first: a function of (function, args, {}).
+
+    The closure runs in that worker's thread on the chief, with the worker as the default device. It runs again, on
+    another worker, when it raises an error that `is_task_failure` knows. Per-worker values among `args` arrive as the
+    value of the worker it runs on.
     """
-    coordinator._cluster.schedule(function, args, {})
+    return coordinator._cluster.schedule
 
 
 def stop_coordinator(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
@@ -108,22 +114,27 @@ def _preceded(function: Callable[[], None], method: Callable[..., Any], coordina
     return call
 
 
-def after_each(coordinator: tf.distribute.coordinator.ClusterCoordinator, method: Callable[[int], None]) -> None:
-    """Calls `method` with the index of a worker, in its thread, whenever that thread is done with a closure.
+def after_each(
+    coordinator: tf.distribute.coordinator.ClusterCoordinator, lost: Container[int], method: Callable[[int], None]
+) -> None:
+    """Calls `method` with the index of a worker in `lost`, in its thread, when that thread is done with a closure.
 
-    If the worker was lost, that is when the coordinator has it back: `ClusterCoordinator` waits for it before it lets
-    the closure go. The bound method is kept by a weak reference, because the threads of the workers would else keep
-    the coordinator for as long as the process lives.
+    That is when the coordinator has the worker back: `ClusterCoordinator` waits for it before it lets the closure go.
+    The bound method is kept by a weak reference, because the threads of the workers would else keep the coordinator
+    for as long as the process lives.
     """
     reference = weakref.WeakMethod(method)
     for worker in coordinator._cluster.workers:
-        worker._process_closure = functools.partial(_followed, worker._process_closure, reference, worker.worker_index)
+        given = worker._process_closure, lost, reference, worker.worker_index
+        worker._process_closure = functools.partial(_followed, *given)
 
 
-def _followed(process: Callable[[Any], None], reference: weakref.WeakMethod, worker: int, closure: Any) -> None:
+def _followed(
+    process: Callable[[Any], None], lost: Container[int], reference: weakref.WeakMethod, worker: int, closure: Any
+) -> None:
+    thread.worker = worker
     process(closure)
-    method = reference()
-    if method is not None:
+    if worker in lost and (method := reference()) is not None:
         method(worker)
 
 
