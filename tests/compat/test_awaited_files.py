@@ -10,13 +10,11 @@ from collections.abc import Iterator
 import keras
 import pytest
 import tensorflow as tf
-from keras.src.saving import saving_api
-from tensorflow.python.saved_model import loader_impl
 
 from tfdist.compat.keras import saving
 
-REPLACED = [(saving_api, "load_model"), (keras.saving, "load_model"), (keras.models, "load_model")]
-REPLACED += [(keras.Model, "load_weights"), (loader_impl, "parse_saved_model_with_debug_info")]
+REPLACED = [(keras.saving, "load_model"), (keras.models, "load_model")]
+REPLACED += [(keras.Model, "load_weights"), (tf.saved_model, "load")]
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,7 @@ def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:
         RuntimeError, match=r"model\.fit outside of strategy\.scope\(\): the chief would train the model"
     ):
         model.fit(first_call_models.X, first_call_models.Y, verbose=0)
-    line = test_a_model_made_outside_of_the_scope_is_named.__code__.co_firstlineno + 1
-    with strategy.scope(), pytest.raises(ValueError, match=rf"misplaced/kernel.*made outside of it at .*:{line}$"):
+    with strategy.scope(), pytest.raises(ValueError, match=r"misplaced/kernel.*made outside of it$"):
         model.fit(first_call_models.X, first_call_models.Y, verbose=0)
     with strategy.scope():
         optimizer = keras.optimizers.Adam()

@@ -29,7 +29,7 @@ from parameter_server_cluster import (
 from training import build_metrics
 
 from tfdist import transforms
-from tfdist.compat.tensorflow.coordinator import create_on_workers, current_worker, has_failed, schedule
+from tfdist.compat.tensorflow.coordinator import create_on_workers, current_worker, has_failed, scheduling
 from tfdist.step import gradients
 
 # Callbacks and files.
@@ -305,7 +305,7 @@ def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
 
     values = create_on_workers(coordinator, lambda: tf.constant(10 + current_worker()))
     for _ in range(40):
-        schedule(coordinator, note, "word", values)
+        scheduling(coordinator)(note, ("word", values), {})
     coordinator.join()
     assert len(seen) == 40
     assert {(word, value - worker) for word, worker, value in seen} == {("word", 10)}

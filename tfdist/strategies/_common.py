@@ -81,6 +81,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
         scope.begin(self, call, self._trained_alone)
+        inputs.count_single_batch(self, call)
         # A model may be kept on one device on purpose, beside others: it is trained.
         distribution = getattr(self, "distribution", None)
         is_alive = distribution is not None and not distribution.is_closed
@@ -294,7 +295,6 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     replicas.give_keys(strategy)
     build_in_scope(strategy, scope.redirected)
     saving.wait_for_variables()
-    inputs.count_single_batches(strategy)
     variables.replace_colocation(strategy, lambda stock: scope.colocating(strategy, strategy.scope, stock))
     allow_loops_without_run(strategy, strategy._sum_over_workers)
     adopt_seed_generators(strategy)

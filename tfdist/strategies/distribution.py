@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.compat.keras import fit
+from tfdist.compat.keras import calls
 from tfdist.coordination.usage import Sampler, Usage
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
@@ -219,4 +219,4 @@ def _add_telemetry() -> None:
         has_one = any(isinstance(each, Telemetry) for each in callbacks)
         return [Telemetry(directory)] if is_ours and not has_one else []
 
-    fit.add_to_fit(added)
+    calls.add_to_fit(added)

@@ -18,26 +18,21 @@ import dataclasses
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 from tfdist.compat import patching
+from tfdist.compat.keras import layers
 from tfdist.compat.tensorflow import replicas
 
-NEEDS = (
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.distribute_strategy",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.evaluate",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.predict_on_batch",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.test_on_batch",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.train_on_batch",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator",
-)
+NEEDS = ("keras.src.backend.tensorflow.trainer:TFEpochIterator",)
+
+# The class that has `fit`: all models inherit it, and so may layers. Keras exports no name for it.
+TRAINER: Any = next(base for base in keras.Model.__mro__ if "fit" in vars(base))
 
 _KINDS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _EXPLAINED = "_tfdist_explained"
@@ -93,13 +88,17 @@ class Call:
       epochs: Keras' iterator over the epochs, once it is made.
       under: the strategy whose loops it is one of, once that has looked for others beside it.
       ends: called when the call has raised, with the exception.
-      arguments: those that the user gave, by name.
+      arguments: those that the user gave, by name; the method is called with these.
+      around: entered around the method.
+      change: called with what the method returns; its own result is returned.
       is_compared: true once the workers have compared it.
     """
 
     model: Any
     kind: str
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    around: contextlib.AbstractContextManager = dataclasses.field(default_factory=contextlib.nullcontext)
+    change: Callable[[Any], Any] | None = None
     is_compared: bool = False
     thread: threading.Thread = dataclasses.field(default_factory=threading.current_thread)
     callbacks: Any = None
@@ -183,7 +182,7 @@ _making_epochs = _MakingEpochs()
 def follow() -> None:
     """From now on calls are known, also of models of no strategy: for callbacks that ask for theirs."""
     for kind in _KINDS:
-        patching.once(TensorFlowTrainer, kind, _opening)
+        patching.once(TRAINER, kind, _opening)
     patching.once(TFEpochIterator, "__init__", _joining_epochs)
     patching.once(keras.callbacks.CallbackList, "__init__", _joining_callbacks)
 
@@ -196,7 +195,7 @@ def before_each(begin: Callable[[Call], None]) -> None:
     """
     follow()
     patching.once(type(replicas.default_strategy()), "scope", _entering)
-    patching.once(keras.Layer, "__new__", _making)
+    layers.after_making(_note_making)
     _listeners.add(begin)
 
 
@@ -217,14 +216,9 @@ def _inside(stock: contextlib.AbstractContextManager) -> Iterator[Any]:
             _in_default.depth -= 1
 
 
-def _making(original: Any) -> Any:
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = original(cls, *args, **kwargs)
-        if _in_default.depth:
-            _made_in_default.add(layer)
-        return layer
-
-    return new
+def _note_making(layer: keras.Layer) -> None:
+    if _in_default.depth:
+        _made_in_default.add(layer)
 
 
 def _opening(original: Any) -> Any:
@@ -232,15 +226,21 @@ def _opening(original: Any) -> Any:
     _, *names = inspect.signature(original).parameters
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = Call(self, kind, {**dict(zip(names, args, strict=False)), **kwargs})
+        arguments = dict(zip(names, args, strict=False))
+        if len(args) > len(names) or arguments.keys() & kwargs.keys():
+            return original(self, *args, **kwargs)  # Python refuses them.
+        call = Call(self, kind, {**arguments, **kwargs})
         if kind == "fit":
+            _add_callbacks(call)
             call.callbacks = call.arguments.get("callbacks")
         _listeners.call(call)
         thread = threading.get_ident()
         calls = _open.setdefault(thread, [])
         calls.append(call)
         try:
-            return original(self, *args, **kwargs)
+            with call.around:
+                result = original(self, **call.arguments)
+            return result if call.change is None else call.change(result)
         except BaseException as error:
             raised = _explained(self.distribute_strategy, error)
             for end in call.ends:
@@ -254,6 +254,25 @@ def _opening(original: Any) -> Any:
                 _open.pop(thread, None)
 
     return method
+
+
+# Given a model and the callbacks of a `fit`, returns those to add.
+Added = Callable[[Any, Sequence[Any]], Sequence[Any]]
+_added: list[Added] = []
+
+
+def add_to_fit(added: Added) -> None:
+    """From now on each `fit` of this process has these callbacks, too; a second call replaces the first."""
+    _added[:] = [added]
+    follow()
+
+
+def _add_callbacks(call: Call) -> None:
+    given = call.arguments.get("callbacks")
+    # A `CallbackList` of the user's own is complete.
+    if _added and not isinstance(given, keras.callbacks.CallbackList):
+        own = given if isinstance(given, list | tuple) else [given] if given else []
+        call.arguments["callbacks"] = [*own, *_added[0](call.model, own)]
 
 
 def _explained(strategy: Any, error: BaseException) -> BaseException:
@@ -282,8 +301,25 @@ def _joining_epochs(original: Any) -> Any:
     return init
 
 
+# Called with the model, the callbacks, and their parameters, before Keras' list of callbacks is made of these.
+Prepare = Callable[[Any, Sequence[Any], dict[str, Any]], object]
+_preparing: list[Prepare] = []
+
+
+def before_callbacks(prepare: Prepare) -> None:
+    """Calls `prepare` for each list of callbacks of this process; it may change the parameters."""
+    if prepare not in _preparing:
+        _preparing.append(prepare)
+    follow()
+
+
 def _joining_callbacks(original: Any) -> Any:
+    _, *names = inspect.signature(original).parameters
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for prepare in _preparing:
+            prepare(given.get("model"), keras.tree.flatten(given.get("callbacks") or []), kwargs)
         original(self, *args, **kwargs)
         call = current()
         is_list = call is not None and isinstance(call.callbacks, keras.callbacks.CallbackList)

@@ -9,24 +9,22 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers import epoch_iterator
 from keras.src.utils import traceback_utils
 
 from tfdist.compat import patching
-from tfdist.compat.keras import calls
+from tfdist.compat.keras import calls, saving
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._enumerate_iterator",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._get_iterator",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._interrupted_warning",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._num_batches",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._steps_seen",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.data_adapter",
@@ -34,9 +32,13 @@ NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_execution",
     "keras:Model._initial_epoch",
     "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.fit",
     "keras.src.utils.traceback_utils:_EXCLUDED_PATHS",
-    "keras.src.trainers.epoch_iterator:EpochIterator.data_adapter",
+)
+
+
+_INTERRUPTED = (
+    "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at least "
+    "`steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your dataset."
 )
 
 
@@ -137,7 +139,8 @@ class EpochIterator:
         while not length or step < length:
             if length and epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
                 if epochs.steps_per_epoch:
-                    epochs._interrupted_warning()
+                    # As Keras says it.
+                    warnings.warn(_INTERRUPTED, stacklevel=2)
                 break
             epochs._steps_seen += epochs.steps_per_execution
             yield step, step + epochs.steps_per_execution - 1, iterator
@@ -205,37 +208,6 @@ def remove_logs(model: keras.Model, function: Logs | None = None) -> None:
         patching.remove(model, _NAME)
 
 
-# Adds callbacks to each `fit`, of any model: those that a launcher asks for.
-#
-# There is no public way to the fits of a program. `fit` is replaced once in a process; the user's callbacks come first.
-
-
-# Given a model and the callbacks of a `fit`, returns those to add.
-Added = Callable[[Any, Sequence[Any]], Sequence[Any]]
-_added: list[Added] = []
-
-
-def add_to_fit(added: Added) -> None:
-    """From now on each `fit` of this process has these callbacks, too; a second call replaces the first."""
-    _added[:] = [added]
-    patching.once(TensorFlowTrainer, "fit", _with_callbacks)
-
-
-def _with_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def fit(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments.get("callbacks")
-        # A `CallbackList` of the user's own is complete.
-        if not isinstance(given, keras.callbacks.CallbackList):
-            own = given if isinstance(given, list | tuple) else [given] if given else []
-            bound.arguments["callbacks"] = [*own, *_added[0](bound.arguments["self"], own)]
-        return original(*bound.args, **bound.kwargs)
-
-    return fit
-
-
 # Keeps tfdist's frames out of the tracebacks that Keras shortens.
 #
 # So an error of a layer shows the user's line and the layer's, as on one device;
@@ -254,8 +226,8 @@ def shorten_tracebacks() -> None:
 
 # Announces saved checkpoints to listeners: `model.save`, `model.save_weights`, and those of `callbacks.Resume`.
 #
-# Keras' ModelCheckpoint and BackupAndRestore call these methods, and tell nobody. So they are wrapped, once in a
-# process.
+# Keras' ModelCheckpoint and BackupAndRestore call these methods, and tell nobody. So the functions that write the files
+# are wrapped, once in a process: the same that `saving` wraps for several workers.
 
 
 # Given the strategy of the model, the path, the monotonic time of the begin, and the seconds that the save took.
@@ -265,8 +237,8 @@ _listeners = calls.Listeners()
 
 def listen_to_saves(listener: Listener) -> None:
     """Calls a bound method after each save of this process, as long as its owner lives."""
-    for name in ("save", "save_weights"):
-        patching.once(keras.Model, name, _announcing)
+    for owner, name in saving.WRITERS:
+        patching.once(owner, name, _announcing)
     _listeners.add(listener)
 
 
@@ -279,10 +251,11 @@ def announced_save(strategy: Any, path: str) -> Iterator[None]:
 
 
 def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         is_path = isinstance(filepath, str | os.PathLike)
-        with announced_save(self.distribute_strategy, os.fspath(filepath)) if is_path else contextlib.nullcontext():
-            return original(self, filepath, *args, **kwargs)
+        strategy = getattr(model, "distribute_strategy", None)
+        with announced_save(strategy, os.fspath(filepath)) if is_path else contextlib.nullcontext():
+            return original(model, filepath, *args, **kwargs)
 
     return save
 

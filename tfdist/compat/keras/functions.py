@@ -19,15 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.compat import patching
-
-NEEDS = (
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_predict_function",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_test_function",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer.make_train_function",
-)
+from tfdist.compat.keras import calls
 
 
 def ask_strategies() -> None:
@@ -37,7 +31,7 @@ def ask_strategies() -> None:
     makes an execution: of an iterator, whose logs it returns, or for "predict" of a list of batches.
     """
     for kind in ("train", "test", "predict"):
-        patching.once(TensorFlowTrainer, f"make_{kind}_function", _asking)
+        patching.once(calls.TRAINER, f"make_{kind}_function", _asking)
 
 
 def _asking(original: Callable[..., Any]) -> Callable[..., Any]:

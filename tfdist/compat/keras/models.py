@@ -14,8 +14,6 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common import global_state, variables
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 from tfdist.compat import patching
 from tfdist.compat.keras import calls
@@ -23,13 +21,9 @@ from tfdist.compat.tensorflow import graphs
 
 NEEDS = (
     "keras.src.backend.common.global_state:get_global_attribute",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._distribute_strategy",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
     "keras.src.backend:compute_output_spec",
-    "keras.src.backend:standardize_dtype",
-    "keras.src.layers.layer:Layer._call_has_training_arg",
-    "keras.src.trainers.data_adapters.data_adapter_utils:unpack_x_y_sample_weight",
     "keras.src.trainers.trainer:Trainer._compile_loss",
     "keras.src.trainers.trainer:Trainer._compile_metrics",
     "keras.src.trainers.trainer:Trainer._compute_loss",
@@ -62,12 +56,12 @@ def leave_building_to_strategy() -> None:
 
     It is called with the model, the distributed data set of the call or a batch, and the name of the step.
     """
-    patching.once(TensorFlowTrainer, "_maybe_symbolic_build", _left_to_strategy)
+    patching.once(calls.TRAINER, "_maybe_symbolic_build", _left_to_strategy)
 
 
 def _left_to_strategy(original: Callable[..., None]) -> Callable[..., None]:
     def build_before_call(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        build_model = getattr(self._distribute_strategy, "build_model", None)
+        build_model = getattr(self.distribute_strategy, "build_model", None)
         if build_model is None:
             original(self, iterator=iterator, data_batch=data_batch)
             return
@@ -89,7 +83,7 @@ def build_model(model: keras.Model, batch: Any) -> None:
     loss, has_metrics, has_dense = model._compile_loss, has_unbuilt_metrics(model), is_dense(batch)
     if has_dense and not has_metrics:
         return
-    x, y, weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     if has_dense:
         try:
             with name_scopes_closed():
@@ -169,7 +163,7 @@ def is_called(model: keras.Model) -> bool:
 
 def takes_training(layer: keras.Layer) -> bool:
     """Returns True if the layer's `call` has the argument `training`."""
-    return layer._call_has_training_arg
+    return "training" in inspect.signature(layer.call).parameters
 
 
 def is_callable(layer: keras.Layer) -> bool:
@@ -204,7 +198,7 @@ def _without_writes(function: Callable[..., Any]) -> Callable[..., Any]:
 def _symbolic(leaf: Any) -> Any:
     if isinstance(leaf, keras.KerasTensor) or not hasattr(leaf, "shape"):
         return leaf
-    dtype = backend.standardize_dtype(leaf.dtype)
+    dtype = keras.utils.standardize_dtype(leaf.dtype)
     return keras.KerasTensor(leaf.shape, dtype, sparse=isinstance(leaf, _SPARSE))
 
 

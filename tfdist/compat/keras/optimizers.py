@@ -46,8 +46,6 @@ NEEDS = (
     "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables_indices",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key",
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._backend_update_step",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer.gradient_accumulation_steps",
 )
 
 

@@ -16,10 +16,10 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop
 
 from tfdist.compat import patching
+from tfdist.compat.keras import layers
 from tfdist.compat.tensorflow import replicas, variables
 
 NEEDS = (
-    "keras.src.layers.layer:Layer._open_name_scope",
     "keras:Variable._initialize",
     "tensorflow.python.pywrap_tfe:TFE_Py_RegisterGradientFunction",
     "tensorflow.python.eager.backprop:_gradient_function(op_name, attr_tuple, num_inputs, inputs, outputs, out_grads)",
@@ -52,9 +52,9 @@ _thread = _Thread()
 def allow_placed_layers() -> None:
     """Makes layers that are created in `placed` from now on keep their part."""
     place_gradients()
-    patching.once(keras.Layer, "__new__", _remembering)
+    layers.after_making(_remember)
+    layers.around_name_scope(_around_placed)
     patching.once(keras.Layer, "__call__", _calling)
-    patching.once(keras.Layer, "_open_name_scope", _opening)
     patching.once(keras.Variable, "__init__", _noting)
     patching.once(keras.Variable, "_initialize", _initializing)
 
@@ -149,15 +149,10 @@ def _replica() -> int:
     return replicas.current() if tf.distribute.get_replica_context() is not None else 0
 
 
-def _remembering(original: Any) -> Any:
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = original(cls, *args, **kwargs)
-        # Models of layers run these where the layers are.
-        if _thread.making is not None and not isinstance(layer, keras.Sequential):
-            _part_of[layer] = _thread.making
-        return layer
-
-    return new
+def _remember(layer: keras.Layer) -> None:
+    # Models of layers run these where the layers are.
+    if _thread.making is not None and not isinstance(layer, keras.Sequential):
+        _part_of[layer] = _thread.making
 
 
 def _noting(original: Any) -> Any:
@@ -190,18 +185,15 @@ def _device(part: int) -> str | None:
     return parts.groups[_replica()][part] if is_on_replica else None
 
 
-def _opening(original: Any) -> Any:
-    def open_name_scope(self: Any) -> Any:
-        part = _part_of.get(self)
-        return original(self) if part is None else _placed_scope(part, original(self))
-
-    return open_name_scope
+def _around_placed(layer: keras.Layer) -> contextlib.AbstractContextManager | None:
+    part = _part_of.get(layer)
+    return None if part is None else _placed_scope(part)
 
 
 @contextlib.contextmanager
-def _placed_scope(part: int, scope: Any) -> Iterator[Any]:
-    with creating(part), replicas.on_device(_device(part)), scope as entered:
-        yield entered
+def _placed_scope(part: int) -> Iterator[None]:
+    with creating(part), replicas.on_device(_device(part)):
+        yield
 
 
 def _calling(original: Any) -> Any:

@@ -9,8 +9,9 @@ temporary directory of its own, keeps its file there. With `verbose="auto"`, Ker
 progress bar: all workers have the same logs.
 
 There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
-and methods in `_WRAPPED` are replaced, for good, for models of a `MultiWorkerMirroredStrategy` on several workers; any
-other model is saved by stock Keras. `check_writers` compares the installed Keras with the functions that are wrapped.
+in `_WRAPPED` are replaced, for good, for models of a `MultiWorkerMirroredStrategy` on several workers. The methods in
+`_WRAPPED_ON_CALLBACKS` are replaced on each callback when Keras makes its list of callbacks. Any other model is saved
+by stock Keras. `check_writers` compares the installed Keras with the functions that are wrapped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -35,14 +36,14 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_api, saving_lib
-from keras.src.utils import file_utils
+from keras.src.saving import saving_lib
 from tensorflow.python.checkpoint import checkpoint
 from tensorflow.python.checkpoint import restore as checkpoint_restore
-from tensorflow.python.saved_model import loader_impl, save
+from tensorflow.python.saved_model import save
 
 from tfdist import _log
 from tfdist.compat import patching
+from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import variables
 
 NEEDS = (
@@ -50,20 +51,12 @@ NEEDS = (
     "keras.src.saving.saving_lib:save_model(model, filepath)",
     "keras.src.saving.saving_lib:save_weights_only(model, filepath)",
     "keras:Model._initial_epoch",
-    "keras.src.utils.file_utils:copy",
-    "keras.src.utils.file_utils:exists",
-    "keras.src.utils.file_utils:is_remote_path",
-    "keras.src.utils.file_utils:join",
-    "keras.src.utils.file_utils:makedirs",
     "keras:callbacks.BackupAndRestore._save_model",
     "keras:callbacks.BackupAndRestore._weights_path",
     "keras:callbacks.ModelCheckpoint._get_file_path(epoch, batch, logs)",
     "keras:callbacks.ModelCheckpoint._save_model(epoch, batch, logs)",
     "keras.src.backend.common.global_state:set_global_attribute",
     "keras.src.saving.saving_lib:get_attr_skipset",
-    "keras.src.saving.saving_api:load_model(filepath)",
-    "keras:Model.load_weights(filepath)",
-    "tensorflow.python.saved_model.loader_impl:parse_saved_model_with_debug_info(export_dir)",
     "keras:Variable._export_to_saved_model_graph(object_map)",
     "tensorflow.python.saved_model.save:_build_meta_graph(meta_graph_def)",
     "tensorflow.python.checkpoint.checkpoint:TrackableSaver.restore(save_path)",
@@ -75,6 +68,12 @@ NEEDS = (
 )
 
 
+# Functions that write the files of a model, given the model and a path.
+WRITERS = (
+    (saving_lib, "save_model"),
+    (saving_lib, "save_weights_only"),
+    (legacy_h5_format, "save_model_to_hdf5"),
+)
 # The user's calls that end in a wrapped function.
 _CALLS = {
     "save_model": "model.save",
@@ -131,12 +130,13 @@ def write_by_chief() -> None:
         )
     for owner, name, wrap, _ in _WRAPPED:
         patching.once(owner, name, wrap)
+    calls.before_callbacks(_prepare)
 
 
 def check_writers() -> list[str]:
     """Returns the differences between the installed Keras and the methods wrapped here; empty if there are none."""
     problems = []
-    for owner, name, _, parameters in _WRAPPED:
+    for owner, name, _, parameters in (*_WRAPPED, *_WRAPPED_ON_CALLBACKS):
         found = getattr(owner, name, None)
         if found is None:
             problems.append(f"{owner.__name__}.{name} is gone")
@@ -228,8 +228,8 @@ def _staging(path: str) -> Iterator[pathlib.Path]:
 
 def _publish(staging: pathlib.Path, path: str) -> None:
     for entry in sorted(staging.iterdir()):
-        target = file_utils.join(path.rpartition("/")[0] or ".", entry.name)
-        if file_utils.is_remote_path(path):
+        target = tf.io.gfile.join(path.rpartition("/")[0] or ".", entry.name)
+        if _is_remote(path):
             _copy(entry, target)
         elif entry.is_dir() and pathlib.Path(target).exists():
             shutil.copytree(entry, target, dirs_exist_ok=True)
@@ -240,12 +240,17 @@ def _publish(staging: pathlib.Path, path: str) -> None:
 def _copy(entry: pathlib.Path, target: str) -> None:
     """Copies a file or a directory to a remote path."""
     if not entry.is_dir():
-        file_utils.copy(str(entry), target)
+        tf.io.gfile.copy(str(entry), target, overwrite=True)
         return
-    file_utils.makedirs(target)
+    tf.io.gfile.makedirs(target)
     # Subdirectories come first: with the file of its graph, a SavedModel is complete.
     for each in sorted(entry.iterdir(), key=lambda each: not each.is_dir()):
-        _copy(each, file_utils.join(target, each.name))
+        _copy(each, tf.io.gfile.join(target, each.name))
+
+
+def _is_remote(path: str) -> bool:
+    """Returns True for a path of a file system that is not mounted, such as gs://."""
+    return "://" in path
 
 
 # Paths that differ between workers.
@@ -257,7 +262,7 @@ _said_apart: list[str] = []
 
 def _names(path: str) -> list[str]:
     """Returns a path as it is written and with its links resolved; machines may have different links."""
-    if file_utils.is_remote_path(path):
+    if _is_remote(path):
         return [path, path]
     return [str(pathlib.Path(path).absolute()), str(pathlib.Path(path).resolve())]
 
@@ -269,7 +274,7 @@ def _keep_own(staging: pathlib.Path, path: str, of_chief: list[str]) -> None:
     try:
         if _is_apart(path, of_chief):
             _say_apart(path, of_chief[0])
-            if intended and not file_utils.is_remote_path(path):
+            if intended and not _is_remote(path):
                 # As the callback has done in the scratch directory.
                 pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
             _publish(staging, path)
@@ -342,7 +347,7 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
         what = "restoring a backup", callback.backup_dir
         # The chief alone would notice no other before the end of training.
         agreement.meet("the callback BackupAndRestore", what[0])
-        has_backup = agreement.from_chief(lambda: file_utils.exists(callback._weights_path), *what)
+        has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), *what)
         if has_backup and model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         find_saved_attributes()
@@ -379,18 +384,6 @@ def _wrap_csv(original: Callable[..., Any]) -> Callable[..., Any]:
     return on_train_begin
 
 
-# The terminal: logs are the same on all workers.
-
-
-def _wrap_progress(original: Callable[..., Any]) -> Callable[..., Any]:
-    def set_params(callback: Any, params: Any) -> Any:
-        agreement = _agreement(callback.model)
-        is_silent = agreement is not None and not agreement.is_chief and params["verbose"] == "auto"
-        return original(callback, {**params, "verbose": 0} if is_silent else params)
-
-    return set_params
-
-
 @contextlib.contextmanager
 def _redirected(callback: Any, *names: str) -> Iterator[None]:
     before = {name: getattr(callback, name) for name in names}
@@ -412,20 +405,44 @@ def _redirect(callback: Any, model: Any, *names: str) -> None:
             setattr(callback, name, _in_scratch(path))
 
 
-# (owner, name, wrapper, first parameters) of each wrapped function.
+# (owner, name, wrapper, first parameters) of each function that is wrapped for the process.
 _WRAPPED: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
-    (saving_lib, "save_model", _wrap_save, ("model", "filepath")),
-    (saving_lib, "save_weights_only", _wrap_save, ("model", "filepath")),
-    (legacy_h5_format, "save_model_to_hdf5", _wrap_save, ("model", "filepath")),
+    *((owner, name, _wrap_save, ("model", "filepath")) for owner, name in WRITERS),
     (keras.Model, "export", _wrap_save, ("self", "filepath")),
+)
+# The same of callbacks, whose methods are wrapped on each object.
+_WRAPPED_ON_CALLBACKS: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
     (keras.callbacks.ModelCheckpoint, "_save_model", _wrap_checkpoint, ("self", "epoch", "batch", "logs")),
     (keras.callbacks.BackupAndRestore, "_save_model", _wrap_backup, ("self",)),
     (keras.callbacks.BackupAndRestore, "on_train_begin", _wrap_backup_begin, ("self", "logs")),
     (keras.callbacks.BackupAndRestore, "on_train_end", _wrap_backup_end, ("self", "logs")),
     (keras.callbacks.TensorBoard, "set_model", _wrap_tensorboard, ("self", "model")),
-    (keras.callbacks.ProgbarLogger, "set_params", _wrap_progress, ("self", "params")),
     (keras.callbacks.CSVLogger, "on_train_begin", _wrap_csv, ("self", "logs")),
 )
+_IS_PREPARED = "_tfdist_is_prepared"
+
+
+def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> None:
+    """Has the callbacks of a call write, and show progress, on the chief alone."""
+    agreement = _agreement(model)
+    if agreement is None:
+        return
+    # The terminal: logs are the same on all workers.
+    if not agreement.is_chief and params.get("verbose") == "auto":
+        params["verbose"] = 0
+    for callback in callbacks:
+        if patching.of(callback, _IS_PREPARED):
+            continue
+        patching.put(callback, _IS_PREPARED, True)
+        for kind, name, wrap, _ in _WRAPPED_ON_CALLBACKS:
+            if isinstance(callback, kind):
+                method = getattr(callback, name)
+                given = functools.partial(_without_first, method)
+                patching.put(callback, name, functools.partial(wrap(given), callback))
+
+
+def _without_first(method: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)
 
 
 # Makes Keras find out, on all workers together, which attributes it leaves out when it saves and loads.
@@ -450,8 +467,8 @@ def find_saved_attributes() -> None:
 # A chief that saves alone (`if rank == 0: model.save(path)`) is still at it when the others load the file. Where no
 # file appears, the path is most likely one of a disk that the chief's machine does not share.
 #
-# There is no public way: a script calls the functions that load by their public names, and Keras has several for one
-# function. They are replaced for good. TensorFlow's and Keras' layers of SavedModels share a private function.
+# A script calls the functions that load by their public names, of which Keras has several for one function. They are
+# replaced for good. Keras' layers of SavedModels call that of TensorFlow.
 
 
 # Longest wait for a file.
@@ -467,21 +484,22 @@ def wait_for_files(task: str, chief: str) -> None:
     """
 
     def waiting(is_there: Callable[[str], bool], index: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Returns a wrapper of functions that take the path as their argument number `index`, or as `filepath`."""
+        """Returns a wrapper of functions that take the path as their argument number `index`, or by name."""
 
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def load(*args: Any, **kwargs: Any) -> Any:
-                path = kwargs.get("filepath", args[index] if len(args) > index else None)
+                named = kwargs.get("filepath", kwargs.get("export_dir"))
+                path = args[index] if len(args) > index else named
                 return _loaded(lambda: original(*args, **kwargs), path, is_there, task, chief)
 
             return load
 
         return wrap
 
-    for module in (saving_api, keras.saving, keras.models):
+    for module in (keras.saving, keras.models):
         patching.once(module, "load_model", waiting(os.path.exists))
     patching.once(keras.Model, "load_weights", waiting(os.path.exists, 1))
-    patching.once(loader_impl, "parse_saved_model_with_debug_info", waiting(tf.saved_model.contains_saved_model))
+    patching.once(tf.saved_model, "load", waiting(tf.saved_model.contains_saved_model))
 
 
 def _loaded(load: Callable[[], Any], path: Any, is_there: Callable[[str], bool], task: str, chief: str) -> Any:

@@ -16,25 +16,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.distribute import values
 from tensorflow.python.eager import backprop
-from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.compat import patching
-from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.keras import layers, optimizers, placement
 from tfdist.compat.tensorflow import graphs, replicas, variables
 
 NEEDS = (
     "keras:Variable._initialize",
-    "tensorflow.python.ops.resource_variable_ops:ResourceVariable.__init__",
-    "keras.src.layers.layer:Layer._open_name_scope",
     "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.common.global_state:set_global_attribute",
     "keras.src.random.seed_generator:global_seed_generator",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distribution_strategy",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._variables",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer.apply",
     "keras:optimizers.LossScaleOptimizer._common_apply",
     "keras:optimizers.LossScaleOptimizer._tf_apply",
     "tensorflow.python.distribute.values:DistributedVariable._get_on_device_or_primary",
@@ -58,15 +53,14 @@ def belongs_to(strategy: Any, variable: Any) -> bool:
 
 
 def check_made_in_scope(strategy: Any, variables: Iterable[Any]) -> None:
-    """Raises ValueError, with the line of the program, if one of these variables was made outside of the scope."""
+    """Raises ValueError, with its name, if one of these variables was made outside of the scope."""
     for variable in variables:
         if not belongs_to(strategy, variable):
-            line = line_of(variable)
             name = getattr(variable, "path", None) or variable.name
             raise ValueError(
                 "The model, its optimizer and its metrics must be made in the scope of "
                 f"{type(strategy).__name__}. Put the lines that make them, and model.compile, under `with "
-                f"strategy.scope():`. Received: variable {name!r}, made outside of it{f' at {line}' if line else ''}"
+                f"strategy.scope():`. Received: variable {name!r}, made outside of it"
             )
 
 
@@ -116,13 +110,11 @@ def move_to_part(strategy: Any, variable: Any, part: int) -> None:
         variable._initialize(value.numpy())
 
 
-# Remembers at which line of the user's program a variable or a layer was made, for messages that ask to move the line.
+# Remembers at which line of the user's program a layer was made, for messages that ask to move the line.
 #
-# TensorFlow keeps a stack for operations of a graph only, and Keras keeps none. What was made before the first strategy
-# has no line.
+# Keras keeps no stack. What was made before the first strategy has no line.
 
 
-_ATTRIBUTE = "_tfdist_creation_line"
 _of_layers: weakref.WeakKeyDictionary[keras.Layer, str] = weakref.WeakKeyDictionary()
 # Directories of files that are not the user's: the standard library, and what is installed.
 _LIBRARIES = tuple(
@@ -138,18 +130,8 @@ _GENERATED = ("<frozen", "__autograph_generated_file")
 
 
 def remember_lines() -> None:
-    """Makes variables and layers remember the line of the program that creates them, from now on."""
-    patching.once(resource_variable_ops.ResourceVariable, "__init__", _remembering_line)
-    patching.once(keras.Layer, "__new__", _remembering_layer)
-
-
-def line_of(variable: Any) -> str:
-    """Returns the line of the program that made a variable, such as "train.py:12", or "".
-
-    Args:
-      variable: of TensorFlow or of Keras.
-    """
-    return getattr(variables.tf_variable(variable), _ATTRIBUTE, "")
+    """Makes layers remember the line of the program that creates them, from now on."""
+    layers.after_making(_remember_line)
 
 
 def line_of_layer(layer: keras.Layer) -> str:
@@ -157,21 +139,8 @@ def line_of_layer(layer: keras.Layer) -> str:
     return _of_layers.get(layer, "")
 
 
-def _remembering_line(make: Any) -> Any:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        setattr(self, _ATTRIBUTE, _line())
-
-    return init
-
-
-def _remembering_layer(make: Any) -> Any:
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = make(cls, *args, **kwargs)
-        _of_layers[layer] = _line()
-        return layer
-
-    return new
+def _remember_line(layer: keras.Layer) -> None:
+    _of_layers[layer] = _line()
 
 
 def _line() -> str:
@@ -210,35 +179,20 @@ def build_in_scope(
       redirect: gives a context in which variables are made in the scope of the strategy that it is given.
     """
     _redirecting[strategy] = redirect
-    patching.once(keras.Layer, "__new__", _remembering_scope)
-    patching.once(keras.Layer, "_open_name_scope", _opening)
+    layers.after_making(_remember_scope)
+    layers.around_name_scope(_around_building)
 
 
-def _remembering_scope(original: Any) -> Any:
-    # Keras looks at the signature of `__init__`, not at that of this.
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        layer, strategy = original(cls, *args, **kwargs), tf.distribute.get_strategy()
-        if strategy in _redirecting:
-            _made_in[layer] = weakref.ref(strategy)
-        return layer
-
-    return new
+def _remember_scope(layer: keras.Layer) -> None:
+    strategy = tf.distribute.get_strategy()
+    if strategy in _redirecting:
+        _made_in[layer] = weakref.ref(strategy)
 
 
-def _opening(original: Any) -> Any:
-    def open_name_scope(self: Any) -> Any:
-        strategy = None if self.built else _made_in.get(self, lambda: None)()
-        if strategy is None or tf.distribute.get_strategy() is strategy:
-            return original(self)
-        return _both(_redirecting[strategy](strategy), original(self))
-
-    return open_name_scope
-
-
-@contextlib.contextmanager
-def _both(one: contextlib.AbstractContextManager, other: contextlib.AbstractContextManager) -> Iterator[Any]:
-    with one, other as entered:
-        yield entered
+def _around_building(layer: keras.Layer) -> contextlib.AbstractContextManager | None:
+    strategy = None if layer.built else _made_in.get(layer, lambda: None)()
+    is_elsewhere = strategy is not None and tf.distribute.get_strategy() is not strategy
+    return _redirecting[strategy](strategy) if is_elsewhere else None
 
 
 # Gives replicas the seed generator of the thread that runs them, for `keras.random` without a seed.
@@ -368,7 +322,8 @@ def allow_loops_without_run(
     vars(strategy)[_MARK] = True
     vars(strategy)[_SUM] = sum_over_workers
     optimizers.allow_cross_replica_updates()
-    for owner in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
+    base = next(each for each in keras.optimizers.Optimizer.__mro__ if "apply" in vars(each))
+    for owner in (base, keras.optimizers.LossScaleOptimizer):
         patching.once(owner, "apply", _applying)
     patching.once(keras.optimizers.LossScaleOptimizer, "_tf_apply", _applying_if_finite)
     patching.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)

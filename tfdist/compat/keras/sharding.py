@@ -25,7 +25,6 @@ from tfdist.compat.tensorflow import variables
 NEEDS = (
     "keras:Variable._initialize_with_initializer",
     "keras:Variable._dtype",
-    "keras:Variable._shape",
     "keras.src.backend.tensorflow.random:normal",
     "keras.src.backend.tensorflow.random:truncated_normal",
     "keras.src.backend.tensorflow.random:uniform",
@@ -40,7 +39,6 @@ NEEDS = (
     "keras.src.saving.saving_lib:H5IOStore._h5_entry_group",
     "keras.src.saving.saving_lib:is_memory_sufficient(model)",
     "keras.src.saving.saving_lib:safe_get_h5_dataset",
-    "keras:Optimizer.save_own_variables",
     "tensorflow.python.checkpoint.functional_saver:_single_shard_restore(file_prefix, shardable_tensors, options)",
     "tensorflow.python.checkpoint.sharding.sharding_util:ShardableTensor._tensor_save_spec",
     "tensorflow.python.checkpoint.tensor_callable:Callable",
@@ -147,7 +145,7 @@ def present_initializer() -> ShardInitial | None:
 
 def _noting(original: Any) -> Any:
     def initialize(variable: Any, initializer: Any) -> None:
-        with _made(ShardInitial(initializer, variable._shape, variable._dtype, variable.path)):
+        with _made(ShardInitial(initializer, variable.shape, variable._dtype, variable.path)):
             original(variable, initializer)
 
     return initialize

@@ -21,8 +21,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2 as stock
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
-from tensorflow.python.eager import context, remote
-from tensorflow.python.training import server_lib
+from tensorflow.python.eager import context
 
 NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureAbortedError",
@@ -45,10 +44,7 @@ NEEDS = (
     "tensorflow.python.distribute.parameter_server_strategy_v2:_SET_SERVER_DEF_RETRIES",
     "tensorflow.python.eager.context:Context.get_server_def",
     "tensorflow.python.eager.context:Context.update_server_def(server_def)",
-    "tensorflow.python.eager.context:ensure_initialized",
     "tensorflow.python.eager.context:set_server_def_retries",
-    "tensorflow.python.eager.remote:connect_to_cluster(cluster_device_filters)",
-    "tensorflow.python.training.server_lib:ClusterDeviceFilters.set_device_filters",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._allow_run_without_coordinator",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._being_scheduled",
 )
@@ -157,10 +153,10 @@ def this_worker() -> int:
     Raises:
       RuntimeError: It is no worker's thread.
     """
-    dispatch = coordinator_context.get_current_dispatch_context()
-    if dispatch is None:
+    worker = current_worker()
+    if worker is None:
         raise RuntimeError("this_worker() was called outside of a closure")
-    return int(dispatch.worker_index)
+    return worker
 
 
 def lost_workers(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> set[int]:
@@ -208,7 +204,7 @@ def connect(cluster_spec: tf.train.ClusterSpec) -> None:
     Args:
       cluster_spec: all tasks; the chief's job is `CHIEF_JOB`.
     """
-    filters = server_lib.ClusterDeviceFilters()
+    filters = tf.config.experimental.ClusterDeviceFilters()
     for index in range(cluster_spec.num_tasks("worker")):
         # A worker doesn't need the state of other workers.
         filters.set_device_filters("worker", index, ["/job:ps", f"/job:{CHIEF_JOB}"])
@@ -216,9 +212,12 @@ def connect(cluster_spec: tf.train.ClusterSpec) -> None:
     # worker is noticed by the call that meets it.
     os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
     os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
-    remote.connect_to_cluster(cluster_spec, job_name=CHIEF_JOB, protocol="grpc", cluster_device_filters=filters)
+    tf.config.experimental_connect_to_cluster(
+        cluster_spec, job_name=CHIEF_JOB, protocol="grpc", cluster_device_filters=filters
+    )
     context.set_server_def_retries(stock._SET_SERVER_DEF_RETRIES)
-    context.ensure_initialized()
+    # Begins the runtime.
+    tf.config.list_logical_devices()
 
 
 def disconnect() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import dataclasses
 import functools
 import hashlib
 import threading
@@ -22,16 +21,14 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import map_op, multi_device_iterator_ops
 from tensorflow.python.distribute import input_lib
-from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function import atomic_function, function_type_utils, polymorphic_function
+from tensorflow.python.eager.polymorphic_function import function_type_utils, polymorphic_function
 from tensorflow.python.framework import composite_tensor
-from tensorflow.python.ops import gen_dataset_ops
 
 from tfdist.compat import patching
+from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import graphs, replicas
 
 NEEDS = (
-    "keras.src.trainers.data_adapters:is_tf_dataset",
     "tensorflow.python.data.experimental.ops.distribute:compute_batch_size(dataset)",
     "tensorflow.python.distribute.input_lib:DistributedDataset._enable_get_next_as_optional",
     "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._cardinality",
@@ -42,26 +39,10 @@ NEEDS = (
     "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter._shuffle",
     "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter.num_batches",
     "keras.src.trainers.data_adapters.tf_dataset_adapter:TFDatasetAdapter._dataset",
-    "keras.src.trainers.epoch_iterator:EpochIterator.data_adapter",
     "tensorflow.python.data.ops.map_op:_MapDataset.__init__(use_inter_op_parallelism)",
     "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator._devices",
     "tensorflow.python.data.ops.multi_device_iterator_ops:OwnedMultiDeviceIterator.get_next(device)",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator.__init__(incarnation_id, source_device)",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._finalize_captured_args",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._finalize_func",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._flat_structure",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._incarnation_id_index",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._init_captured_args",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._init_func",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._next_captured_args",
-    "tensorflow.python.data.ops.multi_device_iterator_ops:_PerDeviceGenerator._next_func",
     "tensorflow.python.data.ops.multi_device_iterator_ops:_create_device_dataset",
-    "tensorflow.python.eager.context:context",
-    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._bound_context",
-    "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction._children",
-    "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
-    "tensorflow.python.ops.gen_dataset_ops:generator_dataset",
-    "tensorflow.python.ops.gen_dataset_ops:multi_device_iterator_to_string_handle",
     "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._options",
     "tensorflow.python.data.ops.dataset_ops:DatasetV2._functions",
     "tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs",
@@ -78,10 +59,10 @@ NEEDS = (
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_optional_list",
     "tensorflow.python.eager.polymorphic_function.function_type_utils:make_function_type(input_signature)",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function.get_concrete_function",
-    "keras.src.trainers.epoch_iterator:EpochIterator._epoch_iterator",
-    "keras.src.trainers.epoch_iterator:EpochIterator._num_batches",
-    "keras.src.trainers.epoch_iterator:EpochIterator._steps_seen",
-    "keras.src.trainers.epoch_iterator:EpochIterator.steps_per_epoch",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._epoch_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._num_batches",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._steps_seen",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch",
 )
 
 
@@ -212,31 +193,23 @@ def _is_of_arrays(epoch_iterator: Any) -> bool:
     return isinstance(getattr(epoch_iterator, "data_adapter", None), ArrayDataAdapter)
 
 
-# Makes the pipelines with which TensorFlow hands batches to replicas cheap, traced once and not tuned; and in order.
+# Makes the pipelines with which TensorFlow hands batches to replicas cheap, not tuned; and in order.
 #
 # For each pass over a distributed data set TensorFlow makes, besides the user's pipeline, one for each device, which
 # fetches that device's batches. Its options can't be set from outside. Each has a thread for tuning, where there is
-# nothing to tune, and may hold up the program when it is deleted, as is told above. And for each, six
-# functions are traced, which differ only in what they capture: half of the time of a small `predict`.
+# nothing to tune, and may hold up the program when it is deleted, as is told above.
 #
 # In a graph TensorFlow reads for all devices at once. An error of the data is raised for one of them, and for the next
 # one the data are at their end: whichever comes first is raised, so that `fit` may end without an error. Read one after
 # the other, the error comes first.
 #
-# Three functions are replaced, for good and for the whole process: who iterates later, and in which thread, is not
-# known here.
-
-
-# An attribute of TensorFlow's context, in which functions live: what was traced, by what it was traced for.
-_TRACED = "_tfdist_device_pipelines"
-_MOST_TRACED = 200
-_NAMES = ("init", "next", "finalize")
+# Two functions are replaced, for good and for the whole process: who iterates later, and in which thread, is not known
+# here.
 
 
 def leave_untuned() -> None:
-    """Replaces the three functions; does nothing if it was called before."""
+    """Replaces the two functions; does nothing if it was called before."""
     patching.once(multi_device_iterator_ops, "_create_device_dataset", _untuned)
-    patching.once(multi_device_iterator_ops._PerDeviceGenerator, "__init__", _traced_once)
     patching.once(multi_device_iterator_ops.OwnedMultiDeviceIterator, "get_next", _one_after_the_other)
 
 
@@ -259,96 +232,6 @@ def _untuned(made: Callable[..., Any]) -> Callable[..., Any]:
         return without_tuning(made(*args, **kwargs))
 
     return untuned
-
-
-def _traced_once(original: Callable[..., None]) -> Callable[..., None]:
-    def initialize(
-        self: Any,
-        shard_num: int,
-        multi_device_iterator_resource: Any,
-        incarnation_id: Any,
-        source_device: Any,
-        element_spec: Any,
-        iterator_is_anonymous: bool,
-    ) -> None:
-        own = {"resource": multi_device_iterator_resource, "incarnation": incarnation_id, "source": source_device}
-        is_eager = tf.executing_eagerly() and iterator_is_anonymous
-        ctx = context.context()
-        traced = vars(ctx).setdefault(_TRACED, {})
-        flat = tuple(tf.nest.flatten(element_spec))
-        key = is_eager and (shard_num, source_device.numpy(), ctx.device_name, flat)
-        if key in traced:
-            own["handle"] = gen_dataset_ops.multi_device_iterator_to_string_handle(multi_device_iterator_resource)
-            self._name, self._element_spec = f"device_generator_{shard_num}", element_spec
-            traced[key].give_to(self, own)
-            return
-        original(self, shard_num, *own.values(), element_spec, iterator_is_anonymous)
-        if is_eager:
-            if len(traced) >= _MOST_TRACED:
-                traced.clear()
-            traced[key] = _Functions.of(self, own)
-
-    return initialize
-
-
-def _without_graph(function: atomic_function.AtomicFunction) -> atomic_function.AtomicFunction:
-    """The same function of the runtime, which keeps neither the graph that it was traced in nor what that captures."""
-    children = [_without_graph(child) for child in function._children]
-    return atomic_function.AtomicFunction(function.name, function._bound_context, function.function_type, children)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Function:
-    """Function argument of an operation, with the tensors that it captures in this pass."""
-
-    traced: atomic_function.AtomicFunction
-    captured_inputs: list[Any]
-
-    @property
-    def name(self) -> bytes:
-        """Name under which the runtime knows the function, for the lifetime of this object."""
-        return self.traced.name
-
-
-@dataclasses.dataclass(frozen=True)
-class _Functions:
-    """The functions of one pipeline, by name, with the parts that what they capture plays in it."""
-
-    traced: dict[str, tuple[atomic_function.AtomicFunction, list[str]]]
-
-    @classmethod
-    def of(cls, pipeline: Any, own: dict[str, Any]) -> _Functions:
-        """Takes them from a pipeline that was made for the objects `own`."""
-
-        def part(captured: Any) -> str:
-            # None of the arguments: the handle that TensorFlow makes of the resource.
-            return next((name for name, each in own.items() if each is captured), "handle")
-
-        traced = {name: getattr(pipeline, f"_{name}_func")._inference_function for name in _NAMES}
-        return cls(
-            {
-                name: (_without_graph(function), [part(each) for each in vars(pipeline)[_captured(name)]])
-                for name, function in traced.items()
-            }
-        )
-
-    def give_to(self, pipeline: Any, own: dict[str, Any]) -> None:
-        """Makes a pipeline of them for the objects `own`."""
-        arguments, functions = [], {}
-        for name, (traced, parts) in self.traced.items():
-            captured = [own[part] for part in parts]
-            # The resource is kept alive by what is captured, but is no argument of the function.
-            function = _Function(traced, [each for each in captured if each is not own["resource"]])
-            vars(pipeline).update({f"_{name}_func": function, _captured(name): captured})
-            arguments.append(captured)
-            functions[f"{name}_func"] = function
-        pipeline._incarnation_id_index = self.traced["next"][1].index("incarnation")
-        variant = gen_dataset_ops.generator_dataset(*arguments, **functions, **pipeline._flat_structure)
-        tf.data.Dataset.__init__(pipeline, variant)
-
-
-def _captured(name: str) -> str:
-    return f"_{name}_captured_args"
 
 
 # tf.data's own iterator, in place of TensorFlow's iterator for several devices, where a worker has a single CPU.
@@ -697,27 +580,24 @@ def _is_unread(reader: Any) -> bool:
 # Lets `train_on_batch`, `test_on_batch` and `predict_on_batch` count each example of their batch once.
 #
 # Every replica computes the whole batch, and Keras concatenates predictions of all of them. Neither `Strategy.run` nor
-# what Keras calls for the concatenation says that the batch was not divided, so Keras' methods are wrapped. Workers may
-# have been given one batch, or different ones, which only its content shows.
+# what Keras calls for the concatenation says that the batch was not divided. Workers may have been given one batch, or
+# different ones, which only its content shows.
 
 
-_strategies: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 # Attribute of strategies of several workers: a variable that is True during a `train_on_batch` or `test_on_batch`.
 _IS_SINGLE = "_tfdist_is_single_batch"
 # Its square, summed over 2**15 workers, is an int64.
 _CONTENT_BITS = 24
 
 
-def count_single_batches(strategy: tf.distribute.Strategy) -> None:
-    """Makes the methods on single batches, of models of this strategy, count each example once."""
-    _strategies.add(strategy)
-    for name, wrap in (
-        ("predict_on_batch", _predicting_once),
-        ("train_on_batch", _announced),
-        ("test_on_batch", _announced),
-    ):
-        owner: Any = next(base for base in keras.Model.__mro__ if name in vars(base))
-        patching.once(owner, name, wrap)
+def count_single_batch(strategy: Any, call: calls.Call) -> None:
+    """Makes a call of a method on a single batch, of a model of this strategy, count each example once."""
+    if not call.kind.endswith("_on_batch") or call.model.distribute_strategy is not strategy:
+        return
+    if call.predicts:
+        call.change = lambda outputs: _own(outputs, call.arguments.get("x"), strategy)
+    elif replicas.has_other_workers(strategy):
+        call.around = _single(strategy)
 
 
 def content_or(strategy: tf.distribute.Strategy, batch: Any, otherwise: int) -> tf.Tensor:
@@ -765,26 +645,6 @@ def _single(strategy: tf.distribute.Strategy) -> Iterator[None]:
         yield
     finally:
         _is_single(strategy).assign(False)
-
-
-def _announced(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = self.distribute_strategy
-        if strategy not in _strategies or not replicas.has_other_workers(strategy):
-            return plain(self, *args, **kwargs)
-        with _single(strategy):
-            return plain(self, *args, **kwargs)
-
-    return on_batch
-
-
-def _predicting_once(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def predict_on_batch(self: Any, x: Any) -> Any:
-        outputs = plain(self, x)
-        strategy = self.distribute_strategy
-        return _own(outputs, x, strategy) if strategy in _strategies else outputs
-
-    return predict_on_batch
 
 
 def _own(outputs: Any, x: Any, strategy: Any) -> Any:
