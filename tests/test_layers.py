@@ -66,7 +66,6 @@ ARROWS: dict[str, set[str]] = {
     "engines.quorum": {*_ENGINES, "engines.agreement"},
     "engines.averaging_step": _ENGINES,
     "engines.averaging": {*_ENGINES, "engines.averaging_step"},
-    "engines.synchronous": {*_ENGINES, "compression"},
     "engines.warmup": _ENGINES,
     "engines.transfer": {*_STEPS, "compression", "tables"},
     "engines.accumulation": {"compat"},

@@ -124,7 +124,6 @@ class RoundEngine(Engine):
         self._attempts = [itertools.count() for _ in names]
         self._reporter = stalls.StallReporter(self._runner.waited_for)
         self._reporter.start()
-        engine.share_workers(self._leave)
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `Engine.raised_in_step`."""
@@ -245,7 +244,7 @@ class RoundEngine(Engine):
 
     def close(self) -> None:
         """Returns the workers' threads to the coordinator, and ends this engine's own thread; may be called again."""
-        self._leave()
+        self.leave()
         self._reporter.stop()
 
     def _collect(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
@@ -259,7 +258,7 @@ class RoundEngine(Engine):
     def _check(self) -> None:
         if coordinator.has_failed(self._engine.coordinator):
             # The coordinator waits for all closures to end before it raises.
-            self._leave()
+            self.leave()
             coordinator.raise_failure(self._engine.coordinator)
         for worker in coordinator.lost_workers(self._engine.coordinator):
             # It may have died in an evaluation, for example, which the runner doesn't see.
@@ -278,7 +277,7 @@ class RoundEngine(Engine):
         if present is not None and present.step is step and present.iterator is iterator:
             present.parts = parts
             return
-        self._leave()
+        self.leave()
         residence = self._residence = _Residence(step, iterator, parts)
         on_workers = self._on_workers(iterator, parts)
         for _ in range(self._count):
@@ -289,7 +288,8 @@ class RoundEngine(Engine):
         feed = iterator.feed
         return feed.begin() if isinstance(feed, WorkerFeed) and parts is None else None
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Returns the workers' threads to the coordinator."""
         if self._residence is not None:
             self._residence.left.set()
         self._residence = None

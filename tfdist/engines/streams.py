@@ -91,7 +91,7 @@ class StreamEngine(rounds.RoundEngine):
                         made = self._update(step, iterator)
                     except BaseException:
                         # Before the contributions are discarded, so that no worker starts again with the failed step.
-                        self._leave()
+                        self.leave()
                         raise
             if made is None:
                 return self._without_update(iterator)
@@ -116,7 +116,7 @@ class StreamEngine(rounds.RoundEngine):
         if step is self._step and iterator is self._iterator:
             return
         # Remaining contributions are of another model, or of a `fit` that was interrupted.
-        self._leave()
+        self.leave()
         self._runner.discard()
         if step is not self._step:
             self._step, self._logs = step, None

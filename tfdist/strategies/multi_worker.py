@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import atexit
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,16 +23,19 @@ from tfdist.engines import agreement as agreements
 from tfdist.engines import quorum as quorum
 from tfdist.engines.agreement import SharedUsage
 from tfdist.engines.averaging import AveragingEngine
+from tfdist.engines.base import Engine
 from tfdist.engines.quorum import Sums
-from tfdist.engines.synchronous import SynchronousEngine
 from tfdist.engines.warmup import WarmupEngine
+from tfdist.passes import handle as handles
 from tfdist.passes import progress, splitting
 from tfdist.passes import splitting as part_datasets
+from tfdist.passes.shares import Shares
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Update
-from tfdist.step import one_replica
+from tfdist.step import one_replica, step_times
 from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.step.replicas import check_fixed_sizes, run_step
+from tfdist.step.step import Step
 from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_calls, _shared_datasets
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
@@ -418,3 +421,88 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _broadcast_from_chief(self, variables: Sequence[Any]) -> None:
         one_replica.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)
+
+
+# Synchronous training on several workers of one device each, without a policy.
+#
+# How a step flows, on each worker; nothing of it is Python's:
+#
+#     tf.data        this worker's part of the batch, and the number of examples in all parts together
+#     step           forward, backward; gradients weighed by examples; counts of the metrics
+#     one sum        gradients, counts, logs and statistics of all workers
+#     update         the optimizer, from the sums; the same on all workers
+#
+# What can be known without asking is not asked: all workers read the same batches (the strategy has compared the data
+# sets), so each knows the size of a batch, and in which step the data end. Where that does not hold, such as for data
+# of unknown length, TensorFlow's own iterator asks the others.
+#
+# The strategy owns the engine; a pass is an iterator of tf.data's, which Keras owns.
+
+
+# Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicated_step.run_step`, and
+# `StepTimes.begin`.
+RunStep = Callable[[Any, Any, Callable[[list[Any]], Shares | None], Any], Any]
+
+
+class SynchronousEngine(Engine):
+    """Makes the steps of `fit` on batches whose size every worker knows.
+
+    Args:
+      run_step: makes a step.
+      num_replicas: replicas on all workers.
+      failure: returns the exception of a sum over the workers that has failed, if one has.
+      begin_pass: called before a pass of `fit`.
+    """
+
+    def __init__(
+        self,
+        run_step: RunStep,
+        num_replicas: int,
+        failure: Callable[[], BaseException | None] = lambda: None,
+        begin_pass: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._run_step = run_step
+        self._num_replicas = num_replicas
+        self._failure = failure
+        self._begin_pass = begin_pass
+
+    def raised_in_step(self, error: Exception) -> BaseException | None:
+        """See `Engine.raised_in_step`: of a sum in Python, as by MPI."""
+        del error
+        return self._failure()
+
+    def distribute(
+        self, own: tf.data.Dataset, element_spec: Any, whole: Callable[[], Any]
+    ) -> handles.DistributedDataset:
+        """Makes a data set for `fit` and for others.
+
+        Args:
+          own: this worker's part of each batch, with the size of the batch.
+          element_spec: of whole batches.
+          whole: makes the stock data set.
+        """
+        size = splitting.static_size(element_spec)
+        is_even = size is not None and size % self._num_replicas == 0
+        given = handles.in_handles(self, step_times.timed(own), is_even, prefetched=0)
+        return handles.DistributedDataset(self, given, whole)
+
+    def open(self, dataset: handles.DistributedDataset, fit: Any) -> Iterator[Any] | None:
+        """See `Engine.open`: a pass of `fit`; all others read the stock data set."""
+        if fit is None:
+            return None
+        self._begin_pass()
+        return iter(dataset.own)
+
+    def run(self, step: Step, handle: handles.BatchHandle) -> Any:
+        """See `Engine.run`."""
+
+        def shares_of(parts: list[Any]) -> Shares | None:
+            is_even = handle.kind.form
+            return None if is_even else Shares.of_batches(parts, lambda rows: total, self._num_replicas)
+
+        called, (_, total), got = handle.content
+        return self._run_step(step, self.batch(handle), shares_of, tf.stack([called, got]))
+
+    def batch(self, handle: handles.BatchHandle) -> Any:
+        """This worker's part of the batch, as distributed values."""
+        return replicas.values_of_replicas([handles.without_optionals(handle.content[1][0])], always_wrap=False)

@@ -221,7 +221,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             is_split = not aggregation.is_synchronous or self._engine.data_sharding == "shard"
             total = aggregation.total_num_replicas if aggregation.is_synchronous else aggregation.replicas_to_aggregate
             self.distribution.gradients_per_batch = lambda: total if is_split else 1
-            self._training = engine(self, self._engine, aggregation, *given)
+            self._training = training = engine(self, self._engine, aggregation, *given)
+            self._engine.share_workers(training.leave)
         for each in {self._engine, self._training}:
             each.follow_losses(lambda worker, is_lost: self.distribution.recorder.changed(worker, is_lost))
         self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)), of_workers=of_workers)
