@@ -254,9 +254,8 @@ class RoundRunner:
         try:
             while True:
                 with self._lock:
-                    while self._error is None and not self._is_complete:
-                        if not self._collectable.wait(POLL_SECS):
-                            break
+                    if self._error is None and not self._is_complete:
+                        self._collectable.wait(POLL_SECS)
                     if self._error is not None:
                         raise self._error
                     if self._is_complete:

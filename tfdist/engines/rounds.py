@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -210,16 +211,20 @@ class RoundEngine(Engine):
           TimeoutError: too many workers were lost for `stall_timeout_secs`.
         """
         with self._reporter.waiting("an update"):
-            feed, parts = iterator.decide(by_chief=False), None
+            feed, parts = iterator.feed or iterator.decide(by_chief=False), None
             if isinstance(feed, ChiefFeed):
                 parts = self._next_parts(feed, iterator.element_spec)
                 step.prepare_for_batches()
                 feed.redeem()
-            feed.begin_update()
+            feed.updates += 1
             with self._phase(step):
                 self._reside(step, iterator, parts)
-                with self._runner.wanted():
+                try:
+                    self._runner.open()
                     contributions, update = self._collect(step, iterator, parts)
+                except BaseException:
+                    self._runner.discard()
+                    raise
                 logs = step.update(contributions)
                 self._updates += 1
         self._on_update(update)
@@ -248,14 +253,9 @@ class RoundEngine(Engine):
         self._reporter.stop()
 
     def _collect(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
-        def check() -> None:
-            self._check()
-            # Another thread of the program may have scheduled a function in the meantime.
-            self._reside(step, iterator, parts)
+        return self._runner.collect(functools.partial(self._check, step, iterator, parts))
 
-        return self._runner.collect(check)
-
-    def _check(self) -> None:
+    def _check(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
         if coordinator.has_failed(self._engine.coordinator):
             # The coordinator waits for all closures to end before it raises.
             self.leave()
@@ -263,6 +263,8 @@ class RoundEngine(Engine):
         for worker in coordinator.lost_workers(self._engine.coordinator):
             # It may have died in an evaluation, for example, which the runner doesn't see.
             self._lose(worker, lambda worker=worker: worker in coordinator.lost_workers(self._engine.coordinator))
+        # Another thread of the program may have scheduled a function in the meantime.
+        self._reside(step, iterator, parts)
 
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
         self._runner.lose(worker, is_so)

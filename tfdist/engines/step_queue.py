@@ -105,11 +105,10 @@ class StepQueue:
         """Waits until fewer steps than this are in flight, or for another condition. Raises a failed step's error."""
         while True:
             with self._changed:
-                is_met = False
-                while self._error is None and not self._handed_back:
+                is_met = len(self.pending) < fewer_than if condition is None else condition()
+                if not (is_met or self._error is not None or self._handed_back):
+                    self._changed.wait(_POLL_SECS)
                     is_met = len(self.pending) < fewer_than if condition is None else condition()
-                    if is_met or not self._changed.wait(_POLL_SECS):
-                        break
                 step = self._handed_back.popleft() if self._handed_back else None
                 if step is None and self._error is None:
                     self.has_news = self._cut_short is not None

@@ -75,6 +75,7 @@ class WorkerFeed:
       lost: workers that were lost while they had a share in this pass.
       ended: True once no worker has a batch left.
       on_workers: the iterators on the workers, once `begin` has made them.
+      updates: number of updates to which all workers contribute, each with its part of one batch.
     """
 
     by_chief = False
@@ -90,7 +91,7 @@ class WorkerFeed:
         self.lost: set[int] = set()
         self.ended = False
         self.on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
-        self._updates = 0
+        self.updates = 0
         self._number = 0
 
     def begin(self) -> tf.distribute.coordinator.PerWorkerValue:
@@ -112,13 +113,9 @@ class WorkerFeed:
         left = share - self.taken[worker]
         return wanted if left > wanted else left
 
-    def begin_update(self) -> None:
-        """Counts an update that all workers contribute to, each with its part of one batch."""
-        self._updates += 1
-
     def _position(self, worker: int) -> int:
         """Returns the number of batches that a restarted worker skips."""
-        return self._updates - 1 if self._updates else self.taken[worker]
+        return self.updates - 1 if self.updates else self.taken[worker]
 
     def loss(self, gone: set[int]) -> str | None:
         """Describes the unused batches of lost workers, after the pass; None if there are none.
@@ -145,6 +142,7 @@ class ChiefFeed:
 
     Attributes:
       ended: True once the end of the data was read.
+      updates: see `WorkerFeed`; here each update has a batch.
       started: steps begun ahead of the handles for them (`predict`), or None for each batch that was read so.
     """
 
@@ -154,6 +152,7 @@ class ChiefFeed:
         self._source = source
         self._cut_into = cut_into
         self.ended = False
+        self.updates = 0
         self.started: collections.deque[Any] = collections.deque()
         self._waiting: collections.deque[list[tf.Tensor]] = collections.deque()
         self._redeemed = 0
@@ -190,9 +189,6 @@ class ChiefFeed:
             if self.started:
                 self.started.popleft()
             self.redeem()
-
-    def begin_update(self) -> None:
-        """See `WorkerFeed`; here each update has a batch."""
 
     def _read(self) -> list[tf.Tensor]:
         try:

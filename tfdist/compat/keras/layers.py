@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfdist.compat import replacing
+from tfdist.compat import patching
 
 NEEDS = ("keras.src.layers.layer:Layer._open_name_scope",)
 
@@ -28,14 +28,14 @@ def after_making(note: Made) -> None:
     """Calls `note` with each layer that is made from now on; a function is added once."""
     if note not in _made:
         _made.append(note)
-    replacing.once(keras.Layer, "__new__", _making)
+    patching.once(keras.Layer, "__new__", _making)
 
 
 def around_name_scope(make: Around) -> None:
     """Enters what `make` returns for a layer, if anything, around its name scope; a function is added once."""
     if make not in _around:
         _around.append(make)
-    replacing.once(keras.Layer, "_open_name_scope", _opening)
+    patching.once(keras.Layer, "_open_name_scope", _opening)
 
 
 def _making(original: Any) -> Any:

@@ -26,7 +26,6 @@ NEEDS = (
     "keras.src.backend:compute_output_spec",
     "keras.src.trainers.trainer:Trainer._compile_loss",
     "keras.src.trainers.trainer:Trainer._compile_metrics",
-    "keras.src.trainers.trainer:Trainer._compute_loss",
     "keras.src.trainers.trainer:Trainer._symbolic_build(data_batch)",
     "keras.src.backend.common.variables:initialize_all_variables",
     "keras.src.layers.layer:Layer._flatten_layers",
@@ -100,7 +99,7 @@ def build_model(model: keras.Model, batch: Any) -> None:
         compute = _without_writes(model.compute_metrics)
         backend.compute_output_spec(compute, x, y, predicted, sample_weight=weight)
     if loss is not None and not loss.built:
-        backend.compute_output_spec(model._compute_loss, x, y, predicted, sample_weight=weight, training=False)
+        backend.compute_output_spec(model.compute_loss, x, y, predicted, sample_weight=weight)
     _called.add(model)
 
 

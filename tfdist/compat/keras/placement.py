@@ -23,7 +23,6 @@ NEEDS = (
     "keras:Variable._initialize",
     "tensorflow.python.pywrap_tfe:TFE_Py_RegisterGradientFunction",
     "tensorflow.python.eager.backprop:_gradient_function(op_name, attr_tuple, num_inputs, inputs, outputs, out_grads)",
-    "tensorflow.python.distribute.distribute_lib:StrategyExtendedV1.call_for_each_replica",
 )
 
 

@@ -18,15 +18,11 @@ from tfdist.compat import patching
 from tfdist.compat.tensorflow import graphs, variables
 
 NEEDS = (
-    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._id_in_cluster",
-    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._in_multi_worker_mode",
-    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._num_workers",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._worker_device",
     "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._replica_id",
     "tensorflow.python.distribute.distribute_lib:_get_default_strategy",
     "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._get_replica_id_in_sync_group",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._in_multi_worker_mode",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._num_replicas_in_sync",
     "tensorflow.python.distribute.device_util:resolve",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._create_variable",
@@ -63,17 +59,18 @@ def count(strategy: Any) -> int:
 
 def has_other_workers(strategy: Any) -> bool:
     """Returns True if the strategy has replicas in other processes."""
-    return strategy.extended._in_multi_worker_mode()
+    # Some strategies of one replica have no `worker_devices`.
+    return count(strategy) > 1 and worker_count(strategy) > 1
 
 
 def worker_count(strategy: Any) -> int:
     """Returns the number of processes of a `MultiWorkerMirroredStrategy`."""
-    return strategy.extended._num_workers
+    return count(strategy) // len(strategy.extended.worker_devices)
 
 
 def worker_index(strategy: Any) -> int:
     """Returns the index of this process in a `MultiWorkerMirroredStrategy`."""
-    return strategy.extended._id_in_cluster
+    return in_sync_group(strategy, 0) // len(strategy.extended.worker_devices)
 
 
 def worker_device(strategy: Any) -> str:

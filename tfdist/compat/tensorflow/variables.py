@@ -38,7 +38,6 @@ NEEDS = (
     "tensorflow.python.ops.resource_variable_ops:write_object_proto_for_resource_variable(enforce_naming)",
     "tensorflow.python.saved_model.save_context:in_save_context",
     "tensorflow.python.distribute.values:DistributedVariable",
-    "tensorflow.python.distribute.distribute_lib:StrategyExtendedV2.colocate_vars_with",
 )
 
 
