@@ -49,7 +49,7 @@ class Pass:
 
     def step(self) -> int:
         """One turn of Keras' loop; the logs of it, which are the number of batches."""
-        if self.iterator.take(1) is None:
+        if self.iterator.take_handle(1) is None:
             raise StopIteration
         return int(self._engine.step(self.program, [], self.iterator.feed, last=self.iterator.is_last)[0])
 

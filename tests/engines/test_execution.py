@@ -43,7 +43,7 @@ def run_pass(
         iterator = WorkerIterator(engine, FakeDataset(cluster, shares), by_execution=True)
         handles = 0
         with contextlib.suppress(tf.errors.OutOfRangeError):
-            while iterator.take(per_execution) is not None:
+            while iterator.take_handle(per_execution) is not None:
                 handles += 1
                 is_last = iterator.is_last
                 logs = engine.step(program, [], iterator.feed, is_last, is_update=True, count=iterator.count)

@@ -339,7 +339,7 @@ class HandleIterator:
         """The next handle, or None at the end of the data."""
         raise NotImplementedError
 
-    def take(self, wanted: int) -> BatchHandle | None:
+    def take_handle(self, wanted: int) -> BatchHandle | None:
         """The next handle for `executions`, of at most so many batches; or None at the end of the data."""
         del wanted
         return self.next_handle()
@@ -377,7 +377,7 @@ def executions(
         try:
             while left > 0 and not iterator.is_ended:
                 # A step that runs eagerly takes its batch as one of a user's loop does.
-                handle = iterator.next_handle() if model.run_eagerly else iterator.take(left)
+                handle = iterator.next_handle() if model.run_eagerly else iterator.take_handle(left)
                 if handle is None:
                     iterator.is_ended = True
                     break

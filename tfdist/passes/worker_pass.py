@@ -324,8 +324,8 @@ class WorkerIterator(HandleIterator, LoopIterator):
         self.count = self._give(1)
         return self._next_one if self.count else None
 
-    def take(self, wanted: int) -> WorkerBatch | None:
-        """See `HandleIterator.take`: one handle for several batches where a worker reads its share by itself."""
+    def take_handle(self, wanted: int) -> WorkerBatch | None:
+        """See `HandleIterator.take_handle`: one handle for several batches where a worker reads its share by itself."""
         feed = self.feed
         if feed is None:
             feed = self.decide(by_chief=self._loop != "fit")
