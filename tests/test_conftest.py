@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pathlib
 
+import prefork
 import pytest
 
 pytest_plugins = ("pytester",)
@@ -22,7 +23,7 @@ def _run(pytester: pytest.Pytester, body: str) -> pytest.RunResult:
     source = pathlib.Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
     pytester.makeconftest(source.replace("_GRACE_SECS = 5.0", "_GRACE_SECS = 0.1"))
     # conftest.py imports it.
-    pytester.path.joinpath("prefork.py").symlink_to(pathlib.Path(__file__).with_name("prefork.py"))
+    pytester.path.joinpath("prefork.py").symlink_to(pathlib.Path(prefork.__file__))
     pytester.makepyfile(f"def test_it():\n    {body}")
     return pytester.runpytest_subprocess("-p", "no:cacheprovider")
 

@@ -16,7 +16,7 @@ from tfdist.launchers.requests import Restarts
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh import launcher as ssh
 from tfdist.launchers.ssh.launcher import Host
-from tfdist.launchers.supervise import attempts
+from tfdist.launchers.supervise import attempts, verdict
 from tfdist.launchers.supervise.processes import Tracebacks
 from tfdist.launchers.supervise.replacements import FailureRows, Replacements
 
@@ -72,6 +72,9 @@ class Ended:
         self.returncode, self.ran_secs, self.tail = None, 0.0, [f"last line {restart}"]
         self.signals = []
 
+    def poll(self):
+        return self.returncode
+
     def wait(self, timeout_secs=None):
         return self.returncode
 
@@ -119,8 +122,10 @@ class Scripted:
 
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch):
-    for name in ("_REPLACE_SECS", "CAUSE_SECS", "_VERDICT_SECS"):
+    monkeypatch.setattr(attempts, "_REPLACE_SECS", 0.0)
+    for name in ("CAUSE_SECS", "LEAST_SECS"):
         monkeypatch.setattr(attempts, name, 0.0)
+        monkeypatch.setattr(verdict, name, 0.0)
 
 
 def attempt(*endings, min_workers=2, **restarts):

@@ -88,7 +88,7 @@ from tfdist.serving import embedded as serving
 from tfdist.launchers.requests import Restarts
 
 said = queue.SimpleQueue()
-serving.messages.say = said.put
+serving._log.say = said.put
 serving._RESTARTS = Restarts(max_worker_restarts=2, backoff_secs=0.001, settled_secs=1000.0)
 
 class Embedded(serving.EmbeddedCluster):
@@ -107,8 +107,8 @@ print(embedded.pid("worker:1"), embedded.pid("worker:0") is not None)
 def test_an_embedded_worker_that_fails_again_and_again_is_given_up():
     done = subprocess.run([sys.executable, "-c", GIVEN_UP], env=ENV, capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines() == [
-        "tfdist: worker:1 ended with code 3, starting it again. no data",
-        "tfdist: worker:1 ended with code 3, starting it again in 0.001 s. no data",
-        "tfdist: worker:1 ended with code 3; it is given up after 3 failures in a row. no data",
+        "worker:1 ended with code 3, starting it again. no data",
+        "worker:1 ended with code 3, starting it again in 0.001 s. no data",
+        "worker:1 ended with code 3; it is given up after 3 failures in a row. no data",
         "None True",
     ], done.stderr
