@@ -345,11 +345,13 @@ class EmbeddedCluster:
         replacements = Replacements(_RESTARTS)
         while True:
             ended = self._supervisor.wait_first_exit(replacements.wait_secs())
-            if self._is_closing:
+            # `close` ends no process before this thread has: a process that has ended by now was lost.
+            is_closing = self._is_closing
+            if is_closing and not ended:
                 return
-            next_start = _register_failure(replacements, ended) if ended else ""
+            next_start = _register_failure(replacements, ended) if ended and not is_closing else ""
             # Restarts come before the line is written, because training may wait for the worker.
-            for name in replacements.due():
+            for name in () if is_closing else replacements.due():
                 try:
                     self._processes[name] = self._start(_task(name))
                 except OSError as error:
