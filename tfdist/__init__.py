@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distribution toolkit for TensorFlow and Keras 3.
 
-Importing this package starts nothing and imports no TensorFlow: the public names below are resolved on first use (PEP
-562), so that `tfdist launch --help` and `tfdist.cluster` load fast.
+Importing this package starts nothing and imports no TensorFlow. The public names below are resolved on first use (PEP
+562), so `tfdist launch --help` and `tfdist.cluster` load fast.
 """
 
 from __future__ import annotations

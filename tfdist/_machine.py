@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPUs and memory of this process: counts, busy time, and settings of glibc's `malloc`. No TensorFlow import.
 
-TensorFlow allocates the tensors of a step with the C library's `malloc` and frees them in the same step. glibc returns
-large blocks to the kernel at once. The next step gets them again, page by page and zeroed: with 25 million parameters
-that is 400 MB and 100,000 page faults in each step of `MultiWorkerMirroredStrategy`.
+TensorFlow allocates the tensors of a step with the C library's `malloc`, and frees them in the same step. glibc returns
+large blocks to the kernel at once. The next step gets them again, page by page and zeroed. With 25 million parameters
+that is 400 MB, and 100,000 page faults, in each step of `MultiWorkerMirroredStrategy`.
 
 With these settings a process stays about as large as its peak, or larger, because each arena of glibc keeps its own
-peak. Blocks beyond 64 MiB are kept for the main thread alone. The threads of gRPC allocate large tensors, too, so the
+peak. Blocks beyond 64 MiB are kept for the main thread alone. The threads of gRPC allocate large tensors, too. So the
 number of arenas can be limited to the number of CPUs; glibc's default is eight times as many.
 
 Settings in the environment (the MALLOC_ variables of mallopt(3), or GLIBC_TUNABLES) take precedence: with one of them

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sockets: "host:port" addresses as TensorFlow's gRPC servers understand them, listening, and a server of lines.
 
-The port of a task is open to every host that reaches its machine. A peer that stays silent, sends garbage, never ends a
-line or connects a thousand times must neither delay a task of the job nor fill the memory. So the server waits for no
-single peer, limits the length of a line and the time of a conversation, and closes the oldest connections when there
-are too many.
+The port of a task is open to every host that reaches its machine. A hostile peer stays silent, sends garbage, never
+ends a line or connects a thousand times. It must neither delay a task of the job nor fill the memory. So the server
+waits for no single peer, and limits the length of a line and the time of a conversation. It closes the oldest
+connections when there are too many.
 
 No TensorFlow import.
 """
@@ -369,8 +369,9 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
     """Listens at the addresses of a task's host name, and on no other interface.
 
     Listens on all interfaces only if the own address is unknown. That is so if the host of `address` is not on this
-    machine (behind NAT), or is a loopback address while other tasks are on other machines (127.0.1.1 in /etc/hosts). A
-    task that other machines reach at yet another address can't be reached at first; see `LineServer.listen_everywhere`.
+    machine (behind NAT). It is also so for a loopback address (127.0.1.1 in /etc/hosts) while other tasks are on other
+    machines. A task that other machines reach at yet another address can't be reached at first; see
+    `LineServer.listen_everywhere`.
 
     Args:
       address: "host:port" of the task.

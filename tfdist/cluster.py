@@ -281,8 +281,8 @@ class Cluster:
         """Checks that ParameterServerStrategy can run here.
 
         Raises:
-          ClusterError: there is no chief, no worker or no parameter server; this process is an evaluator; or it is the
-            chief, and there is a gap in the indices.
+          ClusterError: there is no chief, no worker or no parameter server; this process is an evaluator; or the chief
+            sees a gap in the indices.
         """
         strategy = "ParameterServerStrategy"
         if self.task.type == "evaluator":

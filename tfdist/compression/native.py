@@ -17,7 +17,7 @@ import numpy as np
 from tfdist import _log
 from tfdist.compression import fallback
 
-# That of _native.c. It changes with each change of a function's arguments or results.
+# Version of _native.c. It changes with each change of a function's arguments or results.
 VERSION = 3
 _WHY = {
     -1: "the quotients end before the last entry",

@@ -21,10 +21,10 @@ A_SUM = "a sum over all workers"
 _APART = "all workers wait, each in another call"
 # The message of `parted`, in that of another error.
 PARTED = re.compile(rf"{_APART}: [^\n\"\\]+")
-# What follows in the message of `never`, in that of another error.
+# Second half of the message of `never`, and of another error.
 _CAUSE = re.compile(r"as some have ended or failed: (.+)")
 _SAME = "the same number of steps, and the same callbacks that stop training"
-# How a worker was lost whose connection is gone.
+# Cause of a lost worker whose connection is gone.
 LOST = (
     "the connection to it is lost: its process was killed, or its machine has failed; look at its output and its "
     "memory, and go on from a checkpoint with tfdist.callbacks.Resume"
@@ -64,12 +64,12 @@ class State:
 
     @property
     def doing(self) -> str:
-        """Its call, for messages."""
+        """Name of the worker's call, for messages."""
         return f"{self.call} ({self.what})" if self.call and self.what else self.call or self.what
 
     @property
     def doing_in_part(self) -> str:
-        """Its call with the part of it, for messages."""
+        """Name of the worker's call, and of the part of it, for messages."""
         return f"{self.call} ({self.part})" if self.call and self.part and not self.what else self.doing
 
     def to_json(self) -> str:

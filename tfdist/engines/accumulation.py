@@ -36,7 +36,7 @@ class Sums:
         for shape, dtype, device in zip(shapes, dtypes, devices, strict=True):
             with replicas.on_device(device):
                 self._variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
-        # How many gradients were added since the last update.
+        # Number of gradients that were added since the last update.
         self.count = 0
 
     @property

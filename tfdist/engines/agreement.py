@@ -73,11 +73,11 @@ _ERRORS_OF_COLLECTIVES = (
     *(tf.errors.AbortedError, tf.errors.UnavailableError, tf.errors.CancelledError, tf.errors.InternalError),
     tf.errors.UnknownError,
 )
-# What they say where another worker came with another collective, where its process is gone, and of which task that is.
+# Their texts: another worker came with another collective, its process is gone, and which task that is.
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
 _LOST = re.compile(r"[Cc]onnection re(?:set|fused)|[Ff]ailed to connect|Socket closed|Broken pipe")
 _REMOTE = re.compile(r"remote target /job:(\w+)/replica:\d+/task:(\d+)")
-# What the service says of a task that it has not heard of.
+# The service's text for a task that it has not heard of.
 _SILENT = "heartbeat timeout"
 # Number of an agreement's last exchanges that are published with its state.
 _LOGGED = 8
@@ -114,7 +114,7 @@ class Agreement:
         self._count = 0
         # Replaced, never changed: other threads read it. So do they `_waits`, of which they take copies.
         self._log: dict[int, str] = {}
-        # Whether the chief has made its first broadcast; since when the service has not answered.
+        # True once the chief has made its first broadcast; time since when the service has not answered.
         self._has_answered = False
         self._silent_since: float | None = None
         # Returns True for an exception that the other workers know of without being told. TensorFlow's collectives tell
@@ -123,10 +123,10 @@ class Agreement:
         self.reporter = stalls.StallReporter(
             self.waited_for, progress=stalls.BlockedCall("a step, or another call that needs all workers,")
         )
-        # This worker's waits, the innermost one last, and its calls that are no loops of Keras'.
+        # Waits of this worker, the innermost one last, and its calls outside of Keras' loops.
         self._waits: list[_Wait] = []
         self._calls: list[str] = []
-        # How the program has ended, once it has.
+        # Outcome of the program, once it has ended.
         self._ended = ""
         # Why collectives of TensorFlow's were aborted; taken by whoever meets the error.
         self._failure: Exception | None = None

@@ -51,7 +51,7 @@ from tfdist.policies.base import Update
 from tfdist.step import one_replica
 from tfdist.step.step import Step
 
-# Those that a step raises for it; operations that call Python make the first of most others.
+# Errors that a step raises for it; operations that call Python make the first of most others.
 _OF_A_LOST_SERVER = (
     tf.errors.UnknownError,
     tf.errors.UnavailableError,
@@ -107,7 +107,7 @@ class AsynchronousEngine(Engine):
         self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
         self._reporter.start()
 
-    # What the strategy and its data sets call.
+    # Called by the strategy and its data sets.
 
     def share_workers(self, leave: Callable[[], None]) -> None:
         """Shares the workers' threads with another engine, which makes all train steps of Keras' loops.
@@ -288,7 +288,7 @@ class AsynchronousEngine(Engine):
         """
         queue = self._queue
         if last:
-            # Its result must include all earlier steps, which may finish in another order than they began.
+            # The result must include all earlier steps, which may finish in another order than they began.
             queue.wait_until()
         step = QueuedStep(program, tensors, feed, is_update=is_update, batch=batch, count=count)
         if isinstance(feed, WorkerFeed) and not feed.is_counted:

@@ -43,7 +43,7 @@ from tfdist.step import replicas, step_times
 from tfdist.step.step import Step
 
 _AVERAGE = "_tfdist_average"
-# What reads a model's variables, where all workers must take part anyway.
+# Calls that read a model's variables, in which all workers must take part anyway.
 _READERS = ("save", "save_weights", "export")
 
 
@@ -83,7 +83,7 @@ class AveragingEngine(Engine):
         self._model: keras.Model | None = None
         self._counts: list[Count] = []
 
-    # What the strategy asks.
+    # Called by the strategy.
 
     def distribute(self, dataset: Any, whole: Callable[[], Any]) -> DistributedDataset:
         """A data set of global batches, for `fit` and for others; `whole` makes the stock one."""
@@ -145,7 +145,7 @@ class AveragingEngine(Engine):
             staleness=report.staleness | own,
         )
 
-    # What happens between steps, in Keras' thread.
+    # Between steps, in Keras' thread.
 
     def _attend(self, fit: Call) -> None:
         self._model, callbacks = fit.model, fit.callbacks

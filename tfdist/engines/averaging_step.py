@@ -106,7 +106,7 @@ class Average:
             self._last_average = LastAverage(strategy, self._state.parameters)
             if policy.outer != "mean":
                 self._outer = Outer(strategy, policy.make_outer, self._last_average)
-        # What the last step returned, times the shares of its replicas, unless metrics tell it; and the logs to show.
+        # Results of the last step, times the shares of its replicas, unless metrics have them; and the logs to show.
         self._last: list[tf.Variable] = []
         self._shown: list[tf.Variable] = []
         self._counters: list[Any] | None = None
@@ -194,7 +194,7 @@ class Average:
         logs = tf.nest.pack_sequence_as(self._structure, self._shown)
         return {name: float(logs[name].numpy()) for name in names if logs[name].shape.rank == 0}
 
-    # What is traced.
+    # Traced code.
 
     def _average(self, shown: Sequence[tf.Variable], as_they_are: bool = False) -> tf.Tensor:
         """Makes the average; `shown` are the logs to renew."""

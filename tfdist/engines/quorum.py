@@ -161,7 +161,7 @@ class QuorumEngine(Engine):
         update = tf.function(traced.update, autograph=False, input_signature=[traced.specs])
 
         def make(iterator: Any, handle: BatchHandle) -> Any:
-            # What a loop of the user's own left is not the reason for what is raised from here on.
+            # An error that a user's own loop has left explains no error from here on.
             self._raised = None
             return update(self._round_of(traced, iterator.of_last_handle))
 

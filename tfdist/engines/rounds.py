@@ -467,7 +467,7 @@ class RoundStep:
     def _trace(self, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
         return one_replica.trace(self._strategy, function, specs)
 
-    # What is traced.
+    # Traced code.
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         return self._contribute(iterator.get_next())

@@ -65,7 +65,7 @@ class _Shared:
 
     def __init__(self, runner: RoundRunner) -> None:
         self.runner = runner
-        # None between updates, because it references the model, and thereby the strategy.
+        # `None` between updates, because it references the model, and thereby the strategy.
         self.job: _Job | None = None
         self.is_closed = False
 
@@ -312,7 +312,7 @@ class ThreadedStep:
         update = self._updates[len(contributions)]
         return self._packing.unpack(update(*[tensor for each in contributions for tensor in each]))
 
-    # What is traced.
+    # Traced code.
 
     def _on_replica(self, replica: int) -> Callable[..., list[tf.Tensor]]:
         def contribute(*flat: tf.Tensor) -> list[tf.Tensor]:

@@ -103,7 +103,7 @@ class WarmupEngine(Engine):
     def open(self, dataset: WarmupDataset, fit: calls.Call | None) -> Pass | None:
         """Opens a pass of the phase; None if it is one of the data set `whole`."""
         if fit is None or self._callbacks() is not fit.callbacks:
-            # What an interrupted `fit` has left, too.
+            # Leftovers of an interrupted `fit`, too.
             self.meet(is_ended=True)
             if fit is None:
                 return None
@@ -127,7 +127,7 @@ class WarmupEngine(Engine):
         count = warmup.taking_part_next(self._is_first_of_epoch)
         whole = of.dataset.whole
         rest = whole.rest if count == warmup.total_num_replicas and isinstance(whole, handles.CountedDataset) else None
-        # What makes the rest is to find the end itself: nothing must have been read ahead.
+        # The rest must find the end itself: nothing may have been read ahead.
         has_next = of.left != 0 if rest else of.has_next()
         if count > 1 and not (self._ahead or rest or of.dataset.is_same_length):
             (missing,) = self._sum_over_workers([tf.constant(int(not has_next), tf.int64)])

@@ -58,7 +58,7 @@ class Program:
 
     # False if the step only accumulates gradients.
     _updates = True
-    # How many steps `run_several` makes.
+    # Number of steps of `run_several`.
     num_several = 1
     # True once `prepare_silent` was called.
     knows_silence = False

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launchers put into the environment of their tasks: flags of communication, telemetry and TensorFlow's log, and
-GPUs.
-"""
+"""Environment variables that launchers give their tasks: communication, telemetry, TensorFlow's log, and GPUs."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class DatasetGraph:
 
     @property
     def num_bytes(self) -> int:
-        """Its size on the wire."""
+        """Size of the graph on the wire."""
         return self._graph.ByteSize()
 
     def agree_on_order(self, seed: int) -> None:

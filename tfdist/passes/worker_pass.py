@@ -298,7 +298,7 @@ class WorkerIterator(HandleIterator, LoopIterator):
         dataset = self.dataset
         if not (by_chief or dataset.lives_in_python):
             return WorkerFeed(dataset)
-        # What each worker's part of it would be; `fit` raises before its first step.
+        # Parts as the workers would get them; `fit` raises before its first step.
         is_cut = self._loop == "fit" and dataset.lives_in_python
         return ChiefFeed(dataset.local_iterator(), dataset.num_parts if is_cut else 1)
 

@@ -145,8 +145,8 @@ def recommended(found: Sequence[Row]) -> Row:
     single = found[0]
     speed = single.prediction.examples_per_sec
     best = single
-    # Where no synchronous update gains anything, the model is too small for a network: stale or averaged updates only
-    # hide that behind examples that teach less.
+    # If no synchronous update gains anything, the model is too small for a network. Stale or averaged updates only hide
+    # that: their examples teach less.
     if not any(_is_exact(row) and row.prediction.low >= _LEAST_SPEEDUP * speed for row in found[1:]):
         return single
     for workers in sorted({row.workers for row in found[1:]}):

@@ -40,9 +40,9 @@ from tfdist.compat.tensorflow import replicas
 from tfdist.compat.tensorflow.variables import variable_of_process
 from tfdist.transforms import ARRIVAL, REPLICA, UPDATE, GradientTransform, Info
 
-# What a replica does by itself.
+# Transforms of a replica by itself.
 ON_REPLICA = (REPLICA, ARRIVAL)
-# What a codec sums: what one leaves out is nothing that the other could send.
+# Kinds of a codec's sums: entries that one leaves out can't be sent with the other.
 GRADIENTS, DIFFERENCES = "gradients", "differences"
 
 
@@ -448,7 +448,7 @@ class ErrorFeedback(Transforms):
         def init(variables: Sequence[Any]) -> Any:
             return codec.init([tf.TensorSpec(each.shape, each.dtype) for each in variables])
 
-        # Its third argument, which is `Info` elsewhere, is the transport.
+        # The third argument, elsewhere `Info`, is the transport.
         both = [GradientTransform(init, codec.exchange, REPLICA, f"{codec!r}, {kind}") for kind in _KINDS]
         super().__init__(both, _WorkerMemory(transport))
         self.codec, self._transport = codec, transport

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function given to `strategy.run` is: a step of Keras, of which model and kind, and its traces; or any other.
+"""Functions given to `strategy.run`: steps of Keras, with their model, kind and traces, and all others.
 
 Keras hands in `model.train_step` and `model.test_step` as bound methods, and for `predict` a function of its own around
 `model.predict_step`. A recognised step may overlap with other steps. Any other function runs alone, so a step that is
@@ -84,7 +84,7 @@ class Step:
 
     @property
     def steps_per_execution(self) -> int:
-        """How many train steps of its model Keras asks for at a time; 1 for any other function."""
+        """Number of train steps that Keras asks for at a time; 1 for any other function."""
         return int(getattr(self.model, "steps_per_execution", 1)) if self.kind == "train" else 1
 
     @property

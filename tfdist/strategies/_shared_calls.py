@@ -126,7 +126,7 @@ def _check(call: calls.Call, found: Mapping[str, Any]) -> None:
             f"{call.name}: callbacks that stop training, or change its learning rate or weights, must be given on "
             f"every worker; {_REMEDY}. Received: {received}"
         )
-    # Their names may differ: they have running numbers.
+    # Names of variables may differ: they have running numbers.
     values = {task: each[2] for task, each in found.items()}
     for variable, *pairs in zip(_variables(call), *values.values(), strict=False):
         if difference := _difference(pairs):

@@ -166,7 +166,7 @@ def _are_own(contents: Mapping[Any, _Content]) -> bool:
 
 def _check_same(traits: Mapping[Any, Sequence[str]]) -> None:
     """Raises ValueError if the workers' data sets, or their sources, show different lengths, examples or options."""
-    # Those of the sources show different shares of arrays, and numbers of files.
+    # Traits of the sources show different shares of arrays, and numbers of files.
     for each in itertools.zip_longest(*traits.values(), fillvalue="nothing"):
         if len(set(each)) > 1:
             shown = ", ".join(f"{task}: {trait}" for task, trait in zip(traits, each, strict=True))

@@ -77,11 +77,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
       ConnectionError: the workers do not belong to one job; they have different secrets.
     """
 
-    # None without a policy.
+    # `None` without a policy.
     _quorum: quorum.QuorumEngine | None = None
-    # None with a policy that decides about each update, and where a worker has several devices.
+    # `None` with a policy that decides about each update, and where a worker has several devices.
     _synchronous: SynchronousEngine | None = None
-    # None without Compression.
+    # `None` without Compression.
     _compressed: CompressedSums | None = None
     # For example a job of several workers of which the launcher has given up all but one.
     _is_cluster_of_one = False
@@ -504,5 +504,5 @@ class SynchronousEngine(Engine):
         return self._run_step(step, self.batch(handle), shares_of, tf.stack([called, got]))
 
     def batch(self, handle: handles.BatchHandle) -> Any:
-        """This worker's part of the batch, as distributed values."""
+        """Part of the batch for this worker, as distributed values."""
         return replicas.values_of_replicas([handles.without_optionals(handle.content[1][0])], always_wrap=False)

@@ -338,7 +338,7 @@ def start(
                 f"the MPI job has another number of processes than the cluster; start one for each worker. Received: "
                 f"{world.size} processes, {len(places)} workers"
             )
-        # Its processes may have other numbers than the workers.
+        # The processes of the MPI job may have other numbers than the workers.
         communicator, farewell = world.Split(0, index), world.Split(0, index)
     if server is not None:
         _remove_names_of_shared_memory()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tfdist needs from below Keras' public surface: a module for each thing that is touched."""
+"""Everything that tfdist needs from below Keras' public surface: a module for each thing that is touched."""

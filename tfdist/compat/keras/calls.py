@@ -278,7 +278,7 @@ def _add_callbacks(call: Call) -> None:
 def _explained(strategy: Any, error: BaseException) -> BaseException:
     """The exception that the strategy raises in place of an operation's, or the same one."""
     explain = getattr(strategy, "explained", None)
-    # That of a call within this one has been explained.
+    # The error of a nested call has been explained.
     if explain is None or not isinstance(error, tf.errors.OpError) or hasattr(error, _EXPLAINED):
         return error
     raised = explain(error) or error

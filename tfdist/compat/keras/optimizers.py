@@ -50,7 +50,7 @@ NEEDS = (
 
 
 Gradients = Sequence[Any]
-# What becomes of gradients, from (gradients, optimizer, variables); None stays None.
+# Function that changes gradients, from (gradients, optimizer, variables); None stays None.
 Transform = Callable[[Gradients, Any, Sequence[Any]], Gradients]
 # Sums, in replica context, the gradients that an optimizer is to apply: (optimizer, gradients, variables). None stays
 # None.

@@ -423,7 +423,7 @@ _IS_PREPARED = "_tfdist_is_prepared"
 
 
 def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> None:
-    """Has the callbacks of a call write, and show progress, on the chief alone."""
+    """Makes the callbacks of a call write, and show progress, on the chief alone."""
     agreement = _agreement(model)
     if agreement is None:
         return
@@ -617,7 +617,7 @@ def export_shards(has_shards: Callable[[Any], bool]) -> None:
 # workers would never let them save, so nobody waits longer than this.
 LOCK_SECS = 30.0
 
-# Its entry in a checkpoint, which has names of layers in it.
+# The model's entry in a checkpoint, which has names of layers in it.
 _OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program does inside and outside of a strategy's scope: variables, layers, seeds and loops without `run`."""
+"""Variables, layers, seeds and loops of a program, inside and outside of a strategy's scope."""
 
 from __future__ import annotations
 

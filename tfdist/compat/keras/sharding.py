@@ -91,7 +91,7 @@ class ShardInitial:
         self.dtype = dtype
         # True if the shards begin as zeros, and get their values from `rows`.
         self.is_postponed = False
-        # What is drawn as a seed for the first shard holds for all.
+        # The seed that is drawn for the first shard holds for all.
         self._seed: tf.Tensor | None = None
 
     def __call__(
@@ -512,7 +512,7 @@ def _one_by_one(original: Any) -> Any:
         for each in rows:
             with tf.control_dependencies(before):
                 [(key, slices)] = original(file_prefix, [each], options).items()
-                # None where operations run at once.
+                # `None` where operations run at once.
                 before = [done] if (done := each._tensor_save_spec.write(slices[each.slice_spec])) is not None else []
             with tf.control_dependencies(before):
                 found.setdefault(key, {})[each.slice_spec] = tf.zeros([0], each.dtype)

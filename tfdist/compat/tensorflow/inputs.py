@@ -302,7 +302,7 @@ def seeds_of_dataset(dataset: tf.data.Dataset) -> list[str]:
     )
 
 
-# What Python generators return.
+# Results of Python generators.
 #
 # A data set says nothing of the elements of its generator, which may be a worker's share. `PyDataset`s of Keras are
 # read through generators, too.
@@ -586,7 +586,7 @@ def _is_unread(reader: Any) -> bool:
 
 # Attribute of strategies of several workers: a variable that is True during a `train_on_batch` or `test_on_batch`.
 _IS_SINGLE = "_tfdist_is_single_batch"
-# Its square, summed over 2**15 workers, is an int64.
+# The square of this bound, summed over 2**15 workers, is an int64.
 _CONTENT_BITS = 24
 
 

@@ -98,7 +98,7 @@ def _called(token: str, device: Any, arguments: Sequence[Any]) -> list[np.ndarra
 # else, so the front door is not restored. `tests/serving/test_task_server.py` fails when TensorFlow changes any of it.
 
 
-# What has `import tensorflow` load libraries into the process: a server needs them, too.
+# Variables and folders by which `import tensorflow` loads libraries into the process: a server needs them, too.
 _LOADING_VARIABLES = ("TF_PLUGGABLE_DEVICE_LIBRARY_PATH", "TF_USE_MODULAR_FILESYSTEM")
 _LOADING_FOLDERS = ("tensorflow-plugins", "tensorflow/core/kernels")
 _KINDS = ("purelib", "platlib")

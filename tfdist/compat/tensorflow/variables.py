@@ -88,7 +88,7 @@ def is_clock_variable(variable: Any) -> bool:
 
 
 class LocalVariable(resource_variable_ops.BaseResourceVariable):
-    """Is made on the default device of the graph that is traced, and has its value anew each time that runs.
+    """Variable on the default device of the graph that is traced; gets its value anew each time the graph runs.
 
     Args:
       value: the value that it begins with, a tensor of that graph.

@@ -212,7 +212,7 @@ class TransferPlan:
     def __str__(self) -> str:
         return str(self._transfer)
 
-    # What a step does while it is traced.
+    # Actions of a step while it is traced.
 
     def reading(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
         """Within this block, a step of `model` that is traced for `worker` reads variables as decided."""

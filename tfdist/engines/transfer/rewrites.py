@@ -224,7 +224,7 @@ class Product:
 
 # The product has to be at least so much larger than its factors.
 _LEAST_SAVING = 2
-# How many rows there will be if that is not known: what Keras takes for the size of a batch.
+# Number of rows where it is not known: Keras' default size of a batch.
 USUAL_ROWS = 32
 
 
@@ -293,7 +293,7 @@ def factors_of(gradient: tf.Tensor, most_rows: Callable[[int, int], int]) -> Fac
     if not tf.is_symbolic_tensor(gradient) or gradient.graph is not tf.compat.v1.get_default_graph():
         return None
     product = gradient.op
-    # What TensorFlow multiplies for the gradient of a kernel.
+    # Only TensorFlow's product for the gradient of a kernel.
     if product.type != "MatMul" or not product.get_attr("transpose_a") or product.get_attr("transpose_b"):
         return None
     if is_small(gradient) or any(each.shape.rank != 2 or each.shape[1] is None for each in product.inputs):

@@ -132,7 +132,7 @@ class BatchJob:
         self._number = number
         self._attempt = attempt
         self._limits = limits
-        # None while Slurm doesn't answer.
+        # `None` while Slurm doesn't answer.
         self._failures = _failures_before(number) if attempt else 0
         self._directory = pathlib.Path.cwd() / f".tfdist-{number}-{attempt}"
         self._exits = Exits(self._directory, tasks)

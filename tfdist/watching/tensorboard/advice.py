@@ -102,7 +102,7 @@ def _cases(names: Sequence[str], spares: int, slow: str | None) -> dict[str, tup
     cases |= {f"spares={each}": (everybody, each) for each in (spares + 1, spares - 1) if 0 <= each < len(names)}
     if slow is not None:
         rest = [worker for worker in everybody if names[worker] != slow]
-        # Those with as many gradients in an update first.
+        # Candidates with as many gradients in an update first.
         cases |= {
             f"without {slow}, spares={each}": (rest, each) for each in (spares - 1, spares) if 0 <= each < len(rest)
         }
