@@ -136,7 +136,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, eq=True)
 class Cluster:
-    """All tasks with their addresses, and which of them this process is.
+    """All tasks with their addresses, and the task of this process.
 
     Args:
       jobs: addresses ("host:port") by job name: a list, or for a sparse cluster a dict from index to address, as in

@@ -62,7 +62,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     spanning = "devices of a replica, each with a part of the layers; not of tpu"
     number("tfdist_devices_per_replica", 1, spanning, lower_bound=1)
     text("tfdist_tpu", None, "tpu: name; by default the variable TPU_NAME, else local")
-    flags.DEFINE_float("tfdist_start_timeout_secs", 300.0, "how long to wait for other tasks", flag_values=flag_values)
+    flags.DEFINE_float("tfdist_start_timeout_secs", 300.0, "seconds to wait for other tasks", flag_values=flag_values)
     text("tfdist_telemetry_dir", None, "write telemetry for TensorBoard into this directory")
     number("tfdist_telemetry_freq", 50, "batches between two of its points", lower_bound=1)
 

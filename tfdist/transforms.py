@@ -12,9 +12,9 @@ and a place. A strategy takes a list, `transforms=[...]`, and runs it inside of 
     where="arrival"     each gradient by itself, once its staleness and weight are known
     where="update"      the sum of the gradients of an update, before the optimizer is given it
 
-At each place a gradient has the size that it would have on one device: it is the mean over the examples that it was
-computed from (the sum, where the loss is a sum), without the scale of a `LossScaleOptimizer`. A gradient that a
-transform returns as it was given is left as it is, bit for bit.
+At each place a gradient has the size that it would have on one device, without the scale of a `LossScaleOptimizer`. It
+is the mean over its examples, or the sum where the loss is a sum. A gradient that a transform returns as it was given
+is left as it is, bit for bit.
 """
 
 from __future__ import annotations
@@ -310,9 +310,9 @@ def skip_nonfinite(where: str = UPDATE) -> GradientTransform:
 def momentum_correction(momentum: float = 0.9, nesterov: bool = False) -> GradientTransform:
     """Applies momentum on each replica, before the gradient is sent or compressed: u <- momentum u + g, and u is sent.
 
-    Source: Lin et al. 2018, Deep Gradient Compression, arXiv 1712.01887, section 3.2: a codec that keeps a part of a
-    gradient back then keeps velocity back, and not gradients whose momentum is lost. Use plain SGD behind it. With
-    `nesterov`, momentum u + g is sent. Rows of tables are sent as they are.
+    Source: Lin et al. 2018, Deep Gradient Compression, arXiv 1712.01887, section 3.2. A codec that keeps a part back
+    then keeps velocity back, and not gradients whose momentum is lost. Use plain SGD behind it. With `nesterov`,
+    momentum u + g is sent. Rows of tables are sent as they are.
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum_correction(momentum=...) must be in [0, 1). Received: momentum={momentum!r}")

@@ -12,10 +12,10 @@ is measured with the real workers over the real network:
 Own loops and updates of another policy have no such steps first: there gradients are made up. Those of matrices are of
 a dense layer and a batch of 32 examples, so they have rank 32; other tensors get random numbers.
 
-The error of an update is the share ||x - sent||^2 / ||x||^2 that a codec leaves for later,
-where x is the gradient with what was left before. With a share below 1, error feedback converges like SGD does, after
-a delay that grows with 1 / (1 - share) (Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory, arXiv 1809.07599,
-theorem 2.4; Karimireddy et al. 2019, arXiv 1901.09847).
+The error of an update is the share ||x - sent||^2 / ||x||^2 that a codec leaves for later. x is the gradient with the
+residual of earlier steps. With a share below 1, error feedback converges as SGD does, after a delay that grows with 1 /
+(1 - share) (Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory, arXiv 1809.07599, theorem 2.4; Karimireddy et
+al. 2019, arXiv 1901.09847).
 """
 
 from __future__ import annotations

@@ -64,12 +64,12 @@ class Codec(abc.ABC):
     """Encodes the gradients of a step. Pure: state goes in and comes out, and no method has a side effect.
 
     A codec with error feedback keeps a residual in its state: gradients sent plus residual kept equal the gradients
-    received. Codecs are frozen, compare by their arguments, and work eagerly and in a `tf.function` on CPUs; gathered
+    received. Codecs are frozen, compare by their arguments, and work eagerly and in a `tf.function` on CPUs. Gathered
     codecs run in `tf.numpy_function`, which XLA does not compile.
 
     All arithmetic is in float32: gradients of float64 are rounded, and sums are cast to the dtype of their tensor. If a
-    gradient is not finite, neither is the sum on any worker (each of its tensors for gathered codecs), and the state
-    stays as it was.
+    gradient is not finite, the sum is not finite on any worker (for gathered codecs in each tensor). The state stays as
+    it was.
     """
 
     # True if encoded tensors may be summed (all-reduce); else messages are gathered (all-gather).
@@ -109,8 +109,8 @@ class Codec(abc.ABC):
           state: result of `init`, or of the last `encode`.
 
         Returns:
-          The message, 1-D: uint8, with a header and a checksum, for gathered codecs; of the dtype in which it is sent
-          for codecs that commute with the sum. And the new state.
+          The message, 1-D. For gathered codecs uint8, with a header and a checksum; for codecs that commute with the
+          sum of the dtype that is sent. And the new state.
 
         Raises:
           TypeError: a gradient is sparse.

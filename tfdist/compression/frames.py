@@ -12,8 +12,8 @@
 | 4 | CRC32 of the sizes of the tensors |
 | 4 | CRC32 of the frame, with zeros in this place |
 
-All numbers are little-endian. Receivers know the tensors, so a checksum of their sizes takes the place of the sizes:
-a message of sparse entries may be shorter than a list of them.
+All numbers are little-endian. Receivers know the tensors, so a checksum takes the place of their sizes: a list of sizes
+may be longer than a message of sparse entries.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def probe_request() -> bytes:
 def collect_request(prefix: str) -> bytes:
     """Returns the request to which a worker answers with a block of all states whose keys begin with `prefix`.
 
-    Its array is [first byte of the block, most bytes of it], int64; the block from 0 on is asked for first, which takes
-    the states as they are then. The answer is for `block_of`.
+    Its array is [first byte of the block, most bytes of it], int64. The first request is for the block from 0 on, which
+    takes the states as they are then. The answer is for `block_of`.
     """
     return _request("collect", prefix=prefix)
 

@@ -20,7 +20,7 @@ class SignSGD(gathered.GatheredCodec):
 
     With gradient g and residual e of d values: p = g + e; delta = (|p|_1 / d) sign(p) is sent, and e = p - delta. A
     zero is sent as a positive value. Source: Karimireddy, Rebjock, Stich and Jaggi 2019, Error feedback fixes SignSGD,
-    arXiv 1901.09847, algorithm 1, with the gradient scaled by the learning rate behind the codec instead of before.
+    arXiv 1901.09847, algorithm 1. The learning rate scales the gradient behind the codec instead of before.
 
     State: `residual/i` per tensor (float32).
     """

@@ -37,15 +37,16 @@ class Threshold(gathered.GatheredCodec):
     State: `residual/i` per tensor (float32), `tau` (float32; 0 until the first value other than 0) and `step` (int64).
 
     An adaptive tau is at first the magnitude that a fraction sqrt(min_density * max_density) of the first gradient's
-    values exceeds. It grows by 2^(1/20) in each step whose density is above `max_density`, and shrinks by as much below
-    `min_density`: a factor of 2 in 20 steps (Deeplearning4j's AdaptiveThresholdAlgorithm). Each worker has a tau of its
-    own, which is sent with the message.
+    values exceeds. In each step it grows by 2^(1/20) if the density is above `max_density`, and shrinks by as much
+    below `min_density`. That is a factor of 2 in 20 steps (Deeplearning4j's AdaptiveThresholdAlgorithm). Each worker
+    has a tau of its own, which is sent with the message.
 
     Gradients that are mostly noise keep the density just below `max_density`. Random entries take 15.8, 12.5 and 9.1
-    bits at densities 1e-4, 1e-3 and 1e-2: 20000, 2600 and 350 times less than float32; 1000 times less needs 0.0028.
+    bits at densities 1e-4, 1e-3 and 1e-2. That is 20000, 2600 and 350 times less than float32; 1000 times less needs
+    0.0028.
 
     Every `clip_every` steps residuals are clipped to +-5 tau, as Deeplearning4j's ResidualClippingPostProcessor does.
-    Otherwise the residual of a value that grows faster than tau per step would grow without bound, and would be sent
+    Otherwise the residual of a value that grows faster than tau per step would grow without bound. It would be sent
     long after the gradient has changed its sign. Clipped mass is lost: such a step sends and keeps less than its
     gradient.
 

@@ -27,14 +27,14 @@ _MIN_SAMPLE, _MAX_SAMPLE = 1 << 12, 1 << 18
 class TopK(gathered.GatheredCodec):
     """Sends the values of largest magnitude of each tensor, and accumulates the rest.
 
-    With gradient g, velocity u and accumulated gradient v: u = momentum * u + g; v += u; the k = density * size largest
-    |v_i| of each tensor, one at least, are sent, and v_i and u_i become 0 there (momentum correction and factor
-    masking). Source: Lin, Han, Mao, Wang and Dally 2018, Deep Gradient Compression, arXiv 1712.01887, algorithm 4.
+    With gradient g, velocity u and accumulated gradient v: u = momentum * u + g; v += u. The k = density * size largest
+    |v_i| of each tensor, one at least, are sent; v_i and u_i become 0 there (momentum correction and factor masking).
+    Source: Lin, Han, Mao, Wang and Dally 2018, Deep Gradient Compression, arXiv 1712.01887, algorithm 4.
 
     The momentum takes the place of the optimizer's: use plain SGD behind it, or momentum=0.
 
-    Unlike the paper, k is exact: a sample gives a bound that more than k values exceed, one pass finds those, and the k
-    largest are selected among them. Of equal magnitudes the first are sent, and zeros never.
+    Unlike the paper, k is exact. A sample gives a bound that more than k values exceed; one pass finds these values,
+    and the k largest are selected among them. Of equal magnitudes the first are sent, and zeros never.
 
     State: `residual/i` (v, float32) and, with momentum, `velocity/i` (u, float32) per tensor, and `step` (int64).
 

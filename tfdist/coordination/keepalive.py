@@ -2,7 +2,7 @@
 """TCP keepalive for TensorFlow's connections: a connection to a lost host ends within seconds. No TensorFlow import.
 
 A host that loses power or its network closes no connection. A call that waits for its answer has nothing left to send,
-so TCP never notices. TensorFlow's gRPC sends no keepalive, so the chief would wait forever. gRPC's own pings are no
+so TCP never notices. TensorFlow's gRPC sends no keepalive, so the chief would wait forever. Pings of gRPC are no
 remedy: a gRPC server refuses a client that pings while a long step runs.
 
 Instead, the kernel probes each connection to another task (tcp(7): SO_KEEPALIVE, TCP_USER_TIMEOUT), even while

@@ -376,13 +376,11 @@ def _summary(states: Sequence[str]) -> str:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist doctor`."""
-    flags.DEFINE_float(
-        "timeout_secs", 5.0, "how long another task may take to answer", lower_bound=0.1, flag_values=values
-    )
+    flags.DEFINE_float("timeout_secs", 5.0, "seconds for another task to answer", lower_bound=0.1, flag_values=values)
     flags.DEFINE_float(
         "meet_secs",
         0.0,
-        "how long to wait for the other tasks, which run this too",
+        "seconds to wait for the other tasks, which run this too",
         lower_bound=0.0,
         flag_values=values,
     )
@@ -393,7 +391,9 @@ def define_flags(values: flags.FlagValues) -> None:
     number("measure_secs", 120.0, "longest time of --measure for all links together")
     number("link_secs", 1.0, "longest time for the bandwidth of one link")
     flags.DEFINE_integer("link_bytes", 2**26, "most bytes over one link", lower_bound=2**16, flag_values=values)
-    flags.DEFINE_string("json", None, "where the first task writes the links, for tfdist advise", flag_values=values)
+    flags.DEFINE_string(
+        "json", None, "file for the links, which the first task writes for tfdist advise", flag_values=values
+    )
     flags.DEFINE_boolean(
         "firewall_rules", False, "print rules for nft that let only the job's hosts in", flag_values=values
     )

@@ -20,7 +20,7 @@ COMMUNICATION_VARIABLE = "TFDIST_COMMUNICATION"
 
 def define_communication_flag(values: flags.FlagValues) -> None:
     """Defines the flag."""
-    text = "what sums tensors of CPUs over the workers of MultiWorkerMirroredStrategy"
+    text = "library that sums tensors of CPUs over the workers of MultiWorkerMirroredStrategy"
     flags.DEFINE_enum("communication", AUTO, list(KINDS), text, flag_values=values)
 
 

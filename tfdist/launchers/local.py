@@ -158,15 +158,15 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
     """Defines the flags of every launcher that runs until the job has ended."""
     grace_help = "seconds that tasks have to end before SIGKILL"
     flags.DEFINE_float("grace_period_secs", grace_period_secs, grace_help, flag_values=values)
-    flags.DEFINE_integer("max_restarts", 0, "how often all tasks start again after a failure", flag_values=values)
+    flags.DEFINE_integer("max_restarts", 0, "restarts of all tasks after failures", flag_values=values)
     flags.DEFINE_float(
         "restart_backoff_secs", 1.0, "seconds before the first restart; doubles each time", flag_values=values
     )
-    preemption_help = f"how often all tasks start again after one ended with code {TRY_AGAIN_EXIT_CODE}"
+    preemption_help = f"restarts of all tasks after one ended with code {TRY_AGAIN_EXIT_CODE}"
     flags.DEFINE_integer("max_preemptions", 100, preemption_help, flag_values=values)
     worker_help = "restarts in a row of a worker that fails, before it is given up"
     flags.DEFINE_integer("max_worker_restarts", 3, worker_help, flag_values=values)
-    least_help = "least number of workers with which the job goes on when others are given up; all by default"
+    least_help = "least number of workers to continue with when others are given up; all by default"
     flags.DEFINE_integer("min_workers", None, least_help, flag_values=values)
     environment.define_communication_flag(values)
     environment.define_telemetry_flag(values)

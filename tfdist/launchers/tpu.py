@@ -208,7 +208,7 @@ def define_flags(values: flags.FlagValues) -> None:
     texts = {
         "accelerator_type": ("", "TPU VM: such as v4-8"),
         "zone": ("", "TPU VM: zone"),
-        "project": ("", "TPU VM: project; the one that gcloud is set to by default"),
+        "project": ("", "TPU VM: project; by default the current one of gcloud"),
         "version": ("tpu-ubuntu2204-base", "TPU VM: runtime"),
         "copy": ("", "TPU VM: local directory to copy to --working_dir on all hosts"),
         "setup": ("", "TPU VM: shell command for all hosts before the script"),
@@ -220,7 +220,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("chips_per_host", 0, "GKE: chips of the machine type; 0 for the usual", flag_values=values)
     flags.DEFINE_boolean("create", True, "TPU VM: make the TPU first", flag_values=values)
     flags.DEFINE_boolean("delete", False, "TPU VM: delete the TPU at the end, whatever happens", flag_values=values)
-    flags.DEFINE_boolean("spot", False, "TPU VM: one that may be taken away at any time", flag_values=values)
+    flags.DEFINE_boolean("spot", False, "TPU VM: may be preempted at any time", flag_values=values)
     kubernetes.define_pod_flags(values)
 
 

@@ -25,7 +25,7 @@ from tfdist.planning.candidates import MULTI_WORKER, PARAMETER_SERVER
 _USAGE = """\
 usage: tfdist advise [FLAGS] PROFILE
 
-Predicts what several workers would make of a training script, and recommends one setting, or one device. PROFILE is a
+Predicts the throughput of a training script on several workers, and recommends one setting, or one device. PROFILE is a
 file of tfdist profile, or a directory with the update log of a run (tfdist.callbacks.Telemetry).
 
   tfdist profile train.py && tfdist advise profile.json --workers=1,2,4,8,16,64 --network=10Gbit
@@ -95,8 +95,8 @@ def define_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_boolean("all", False, "show slow candidates, too; --json has them always", flag_values=values)
-    text("json", None, "where the rows and the recommendation go, for programs", flag_values=values)
-    text("plot", None, "where a plot of throughput against workers goes", flag_values=values)
+    text("json", None, "file for the rows and the recommendation, for programs", flag_values=values)
+    text("plot", None, "file for a plot of throughput against workers", flag_values=values)
 
 
 def _underscored(arguments: Sequence[str]) -> list[str]:

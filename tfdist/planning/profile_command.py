@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist profile`."""
-    flags.DEFINE_float("secs", 60.0, "how long to measure", lower_bound=1.0, flag_values=values)
+    flags.DEFINE_float("secs", 60.0, "seconds to measure", lower_bound=1.0, flag_values=values)
     flags.DEFINE_string("output", "profile.json", "file of the profile", short_name="o", flag_values=values)
 
 

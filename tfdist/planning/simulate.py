@@ -252,7 +252,7 @@ _HELP = {
     "within_latency_secs": "of a message within a machine",
     "server_bandwidth": "of each parameter server's link; that of the machines by default",
     "shared_bandwidth": "of a medium that all traffic between machines crosses",
-    "queueing": "how transfers share a link: fair or fifo",
+    "queueing": "order of transfers on a link: fair or fifo",
     "dense_bytes": "bytes of the dense variables, such as 100MB",
     "batch_size": "examples in the batch of one device",
     "step_secs": "seconds of a step on one device, such as 120ms",

@@ -26,13 +26,13 @@ class Compression(base.Policy):
     Args:
       codec: a codec of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`; or "auto". "auto"
         measures codecs in the first steps of `fit`, and takes the fastest, or no codec if none is faster.
-      error_bound: for "auto", in (0, 1): the largest share of an update's squared norm that a codec may leave for later
-        steps. 0.01 admits half precision only.
+      error_bound: for "auto": largest share, in (0, 1), of an update's squared norm that is left for later steps. 0.01
+        admits half precision only.
       variables: "float16" or "bfloat16": parameter servers send workers the trainable weights in this dtype. By default
         in that of `HalfPrecision`, and with other codecs as they are.
 
     Raises:
-      ValueError: an argument is none of these.
+      ValueError: an argument is invalid.
     """
 
     def __init__(self, codec: Any, error_bound: float = 0.99, variables: str | None = None) -> None:

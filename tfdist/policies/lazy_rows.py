@@ -9,7 +9,7 @@ from tfdist.policies import base
 class LazyRows(base.Policy):
     """Updates only the rows of an embedding table, and of its slots, that have a gradient in this update.
 
-    A dense optimizer such as Adam changes each element of a variable in each update: its slots decay also where the
+    A dense optimizer such as Adam changes each element of a variable in each update. Its slots decay also where the
     gradient is 0, by m <- b1 m + (1 - b1) g. With this policy rows without a gradient keep their value and their slots;
     the others are updated by the optimizer's own formula. So an update takes time in proportion to the rows of the
     step, and not to those of the table. Source: `tf.contrib.opt.LazyAdamOptimizer` of TensorFlow 1.

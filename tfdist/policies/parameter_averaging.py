@@ -21,12 +21,12 @@ class ParameterAveraging(base.Policy):
     a momentum of 0.9.
 
     Args:
-      every_steps: H, how many steps of its own each replica makes between two averages; 1 or more. With H=1 and plain
-        SGD it is synchronous SGD.
+      every_steps: H, the number of steps of each replica between two averages; 1 or more. With H=1 and plain SGD it is
+        synchronous SGD.
       optimizer_state: treatment of the optimizer's slots at each average. "average" averages them, too; "local" keeps
         each replica's own until the end of `fit`; "reset" sets them to the values of a new optimizer.
-      outer: "mean", or a Keras optimizer. The optimizer takes the mean of (parameters at the last average - parameters
-        now) as a gradient, and applies it to the parameters of the last average. Each model gets its own copy of the
+      outer: "mean", or a Keras optimizer. The gradient of the optimizer is the mean of (parameters at the last average
+        - parameters now). It is applied to the parameters of the last average. Each model gets its own copy of the
         optimizer. On several workers pass a function that makes the optimizer: building one initializes TensorFlow,
         which must happen after the strategy was built.
 

@@ -19,8 +19,8 @@ Rule = Callable[[int], float]
 class SoftSync(base.Policy):
     """Makes an update from any S gradients as soon as they have arrived, stale or not.
 
-    The aggregate is their mean. Each batch is split into S parts of about equal size, and each gradient is computed
-    from one part, so an update counts as one batch. A fast worker may contribute several gradients to one update.
+    The aggregate is their mean. Each batch is split into S parts of about equal size. Each gradient is computed from
+    one part, so an update counts as one batch. A fast worker may contribute several gradients to one update.
 
     Source: Zhang, Gupta, Lian and Liu 2015, Staleness-aware Async-SGD, arXiv 1511.05950, section 3.1. With lambda
     workers, S = lambda / n makes it their n-softsync, of mean staleness about n; S=1 is asynchronous training.
@@ -130,8 +130,8 @@ class DropStale(base.Policy):
 class BoundedStaleness(base.Policy):
     """Holds fast workers back so that no gradient is applied with a staleness above s. Drops no gradient.
 
-    A worker may start a gradient, and an update may be made, only if every gradient in flight can still be applied
-    within the bound afterwards. `Report.wait_secs` has the time for which updates were held back.
+    A gradient starts, and an update is made, only if every gradient in flight can still be applied within the bound
+    afterwards. `Report.wait_secs` has the time for which updates were held back.
 
     Source: Ho et al. 2013, More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server. Theirs
     bounds the distance between workers' clocks; here it is the staleness itself (global step - local step).

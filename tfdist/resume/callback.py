@@ -39,10 +39,10 @@ class Resume(keras.callbacks.Callback):
 
         model.fit(x, y, epochs=10, callbacks=[tfdist.callbacks.Resume("checkpoints", save_freq=100)])
 
-    The state is all that the next step depends on: variables of model, optimizers and metrics, the state of policies
-    and transforms, and the position in the data. On one device, and on several devices that train synchronously, an
-    interrupted run has the same weights as an uninterrupted run, bit for bit. This
-    requires the same order of the data in every run: shuffles have a seed, or `keras.utils.set_random_seed` was called.
+    The state has all that the next step depends on: variables of model, optimizers and metrics, state of policies and
+    transforms, position in the data. On one device, and on several devices that train synchronously, an interrupted run
+    has the same weights as an uninterrupted run, bit for bit. This requires the same order of the data in every run:
+    shuffles have a seed, or `keras.utils.set_random_seed` was called.
 
     On SIGTERM the callback saves after the current step, and ends the program with exit code 75. Launchers of tfdist
     treat this code as a preemption: they start the job again and count no failure. Several workers end after the same

@@ -2,8 +2,8 @@
 """A tf.data service worker beside each worker of a cluster, which prepares endless data for `data_sharding="dynamic"`.
 
 It runs in a process of its own, because TensorFlow's `WorkerServer.start` holds Python's lock until the dispatcher has
-registered the worker, without a timeout. A slow, silent or killed dispatcher would block all Python code in the process
-of the training worker: its signal handlers, and the thread that watches the chief.
+registered the worker, without a timeout. A slow, silent or killed dispatcher would block all Python code in the
+training worker's process: its signal handlers, and the thread that watches the chief.
 
 `python -m tfdist.serving.data_worker DISPATCHER HOST` runs a data worker. Importing this module imports no TensorFlow.
 """

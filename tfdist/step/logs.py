@@ -2,7 +2,7 @@
 """Computes the logs of a step of several replicas from the counts of their metrics.
 
 A result of a metric in a replica's logs is that of the replica's own examples. The result for all is computed anew from
-the counts of all replicas. A log is found to be one by its tensor and not by its name, since a step may return a result
+the counts of all replicas. A log is recognised by its tensor and not by its name, since a step may return a result
 under any key, or compute with it:
 
     {"loss": self.total_loss_tracker.result(), "twice": 2 * self.mean.result()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of gradients under `Compression`, on one worker of a MultiWorkerMirroredStrategy.
 
-Who owns what: the strategy owns one `CompressedSums`; it owns the codec, which "auto" chooses by measurement, the trial
+Ownership: the strategy owns one `CompressedSums`. That owns the codec, which "auto" chooses by measurement, the trial
 steps before that choice (`Trial`), and the codec's state (`ErrorFeedback`).
 """
 

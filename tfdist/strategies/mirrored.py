@@ -51,10 +51,11 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
       devices_per_replica: number of devices that hold a copy of the model together, each a part of its layers
         (`tfdist.placement`, `tfdist.split`); successive ones of `devices`. By default those are all GPUs, or all
         logical CPUs where there are none.
-      policies: which gradients make an update, such as `[tfdist.BackupWorkers(spares=1)]`; those of all by default.
-      transforms: what gradients become on their way to the update, such as
+      policies: policies that decide which gradients count, such as `[tfdist.BackupWorkers(spares=1)]`; by default all
+        do.
+      transforms: functions that change gradients on their way to the update, such as
         `[tfdist.transforms.clip_by_global_norm(1.0)]`.
-      stall_timeout_secs: how long an update may wait, with a policy, while no device brings a gradient.
+      stall_timeout_secs: longest wait of an update, with a policy, while no device brings a gradient.
 
     Raises:
       ValueError: the policies don't go together, or not with this number of devices; `devices_per_replica` does not

@@ -63,7 +63,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         layers (`tfdist.placement`, `tfdist.split`). A worker has all of its GPUs, or all of its logical CPUs where it
         has none; as many on each.
       policies: policies that decide which gradients count, such as `[tfdist.BackupWorkers(spares=1)]`. Empty: all do.
-      transforms: what gradients become on their way to the update, such as
+      transforms: functions that change gradients on their way to the update, such as
         `[tfdist.transforms.clip_by_global_norm(1.0)]`.
       start_timeout_secs: longest wait for the start of all workers.
       stall_timeout_secs: longest wait of an update, with a policy, without progress of the workers that it waits for.

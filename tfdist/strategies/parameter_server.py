@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ParameterServerStrategy`: asynchronous training of one model by many workers, under unmodified `model.fit`.
 
-Every task runs the same script. The chief's constructor returns, and its `fit` drives the workers; in a `worker` or
-`ps` task the constructor serves until the chief is done and then ends the process. Without TF_CONFIG it starts a
+Every task runs the same script. The chief's constructor returns, and its `fit` drives the workers. In a `worker` or
+`ps` task the constructor serves until the chief is done, and then ends the process. Without TF_CONFIG it starts a
 cluster of local processes.
 """
 
@@ -71,7 +71,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         `num_workers` worker and `num_ps` ps processes are started on this machine, and end with this program.
       variable_partitioner: As for the stock strategy: how to split variables over the parameter servers.
       policies: Policies that decide which gradients count, and how they are sent. Empty: asynchronous training.
-      transforms: What gradients become on their way to the update, such as
+      transforms: Functions that change gradients on their way to the update, such as
         `[tfdist.transforms.clip_by_global_norm(1.0)]`.
       data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches
         i, i + n, ...; `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data
@@ -455,7 +455,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         return (worker_batch.looked_at(value),)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
-        """Returns what `value_fn` gives for the one replica that makes a step."""
+        """Returns the result of `value_fn` for the replica that makes a step."""
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
 
 

@@ -48,7 +48,7 @@ class ShardedTables:
         return f"ShardedTables(min_bytes={self.min_bytes}, max_shards={self.max_shards})"
 
     def begin(self, num_ps: int) -> None:
-        """Says how many parameter servers there are; called by the strategy."""
+        """Sets the number of parameter servers; called by the strategy."""
         self._num_ps = num_ps
 
     def __call__(self, shape: Any, dtype: Any, **unused: Any) -> list[int]:

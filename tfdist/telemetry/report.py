@@ -318,8 +318,8 @@ class Report:
       own_secs: interval of the median of what a worker takes itself: its rest and its step.
       late_secs: likewise of the time from the first gradient of a step to its own, without a policy.
       delay_secs: time by which updates were later because of a worker: from the last but one gradient to its own.
-      cost_secs: worker-seconds that each worker cost the cluster. They are the time in which all others of an update
-        waited for its gradient alone, and the time of its gradients that were dropped or lost.
+      cost_secs: worker-seconds that each worker cost the cluster. They are the time in which all others waited for its
+        gradient alone, and the time of its gradients that were dropped or lost.
     """
 
     updates: int

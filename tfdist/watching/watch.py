@@ -68,7 +68,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist watch`."""
     flags.DEFINE_string("run", None, "name of the run, or identifier of the job, to show", flag_values=values)
     flags.DEFINE_float("refresh_secs", 2.0, "time between two looks at the logs", 0.1, 3600.0, flag_values=values)
-    window_help = "how far rates, percentiles, staleness, cost and bars look back from the last update"
+    window_help = "seconds before the last update that rates, percentiles, staleness, cost and bars cover"
     flags.DEFINE_float("window_secs", 60.0, window_help, 1.0, flag_values=values)
     flags.DEFINE_boolean("once", False, "print the state once, with all workers, and end", flag_values=values)
 

@@ -141,12 +141,12 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
     shape.define_flags(values)
     define_pod_flags(values)
-    flags.DEFINE_string("gpu_resource", "nvidia.com/gpu", "what a GPU is called in the cluster", flag_values=values)
+    flags.DEFINE_string("gpu_resource", "nvidia.com/gpu", "the cluster's name for a GPU", flag_values=values)
     flags.DEFINE_integer("gpus_per_worker", 0, "GPUs for each worker", flag_values=values)
     flags.DEFINE_integer("max_preemptions", 100, "preemptions that the job may have", flag_values=values)
     environment.define_communication_flag(values)
     environment.define_telemetry_flag(values)
-    forms = "job: Indexed Jobs; jobset: a JobSet, which starts all again when one fails"
+    forms = "job: Indexed Jobs; jobset: a JobSet, which restarts all tasks when one fails"
     flags.DEFINE_enum("form", "job", ["job", "jobset"], forms, flag_values=values)
 
 
@@ -155,7 +155,7 @@ def define_pod_flags(values: flags.FlagValues) -> None:
     texts = {
         "image": ("", "image of the container, with the script and tfdist in it"),
         "name": ("tfdist", "name of the job"),
-        "namespace": ("", "namespace; the one that kubectl is set to by default"),
+        "namespace": ("", "namespace; by default the current one of kubectl"),
         "python": ("python3", "interpreter in the image"),
         "working_dir": ("", "where the script runs; the image's own by default"),
         "cpu": ("", "cores for each pod, such as 4 or 500m"),

@@ -269,7 +269,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "constraint": ("", "features that the hosts must have"),
         "output": ("slurm-%j.out", "file for the output of all tasks"),
         "python": (sys.executable, "interpreter on the hosts"),
-        "directory": ("", "where to run, shared by all hosts; the current directory by default"),
+        "directory": ("", "working directory, shared by all hosts; the current one by default"),
     }
     for name, (default, text) in texts.items():
         flags.DEFINE_string(name, default, text, flag_values=values)
@@ -277,8 +277,8 @@ def define_flags(values: flags.FlagValues) -> None:
         "tasks_per_node": (1, "tasks on each host"),
         "cpus_per_task": (1, "cores for each task"),
         "gpus_per_node": (0, "GPUs of each host, shared out among the workers there"),
-        "max_restarts": (0, "how often a job that fails runs again"),
-        "max_preemptions": (100, "how often a job that was preempted runs again, which is no failure"),
+        "max_restarts": (0, "restarts of a job that has failed"),
+        "max_preemptions": (100, "restarts of a job that was preempted; not counted as failures"),
         "pre_kill_secs": (120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none"),
         "port": (0, "first port of each host; 0 derives it from the job's number"),
     }

@@ -189,14 +189,14 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("hosts", "", "hosts, such as a,user@b:2", flag_values=values)
     flags.DEFINE_string("hostfile", "", 'file with lines such as "host slots=2"', flag_values=values)
     shape.define_flags(values)
-    flags.DEFINE_string("directory", "", "where to run; the current directory by default", flag_values=values)
+    flags.DEFINE_string("directory", "", "working directory; the current one by default", flag_values=values)
     flags.DEFINE_string("python", sys.executable, "interpreter on the hosts", flag_values=values)
     flags.DEFINE_integer("port", 2222, "first port of each host; its tasks count up from there", flag_values=values)
     gpu_help = "GPUs for each worker; by default what the host shows"
     flags.DEFINE_integer("gpus_per_worker", None, gpu_help, flag_values=values)
     flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
     flags.DEFINE_multi_string("ssh", [], "one more option of ssh, such as -p2222; may be repeated", flag_values=values)
-    flags.DEFINE_float("preflight_secs", 30.0, "how long a host may take to answer; 0 asks none", flag_values=values)
+    flags.DEFINE_float("preflight_secs", 30.0, "seconds for each host to answer; 0 skips the check", flag_values=values)
     local.define_run_flags(values, grace_period_secs=10.0)
 
 

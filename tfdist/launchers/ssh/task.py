@@ -2,7 +2,7 @@
 """Remote side of `tfdist launch ssh`: runs one task, and ends it when the launcher requests it or is lost.
 
 Standard input has a line of JSON, then one byte for each signal, and a zero byte every few seconds. So no text must be
-quoted for a shell, no secret is on a command line, and the loss of the launcher or its machine is detected.
+quoted for a shell, and no secret is on a command line. The loss of the launcher or its machine is detected.
 """
 
 from __future__ import annotations

@@ -391,8 +391,8 @@ def submit(
         can't run with fewer workers.
 
     Returns:
-      0 if all deciding tasks succeeded; else the code of the task that failed first in the last attempt (128+N if
-      signal N ended it); 130 after Ctrl-C, and 128+N after another signal N to this process.
+      0 if all deciding tasks succeeded. Else the code of the task that failed first in the last attempt (128+N if
+      signal N ended it). After Ctrl-C 130, and after another signal N to this process 128+N.
 
     Raises:
       OSError: the directory for the logs can't be made.

@@ -2,7 +2,7 @@
 """Models of a cluster, its network, and the trained model: the input of the simulator. All are checked when built.
 
 Bandwidths, sizes and times are numbers in bytes per second, bytes and seconds, or text such as "10Gbit", "100MB" and
-"50us" (see `tfdist.planning.simulation.models`); the objects keep numbers.
+"50us". The objects keep numbers.
 """
 
 from __future__ import annotations

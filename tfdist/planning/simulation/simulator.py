@@ -95,9 +95,9 @@ def simulate_policy(
 ) -> Simulation:
     """Runs a policy without a model of a cluster: only gradients take time, updates and communication take none.
 
-    So it gives an upper limit for the engines' throughput. Each replica starts as soon as the policy allows it; if not
-    all waiting replicas may start, the one whose last start is longest ago starts first. No computation is cancelled:
-    a late replica may miss the next update, too, which new durations for every step would not show.
+    So it gives an upper limit for the engines' throughput. Each replica starts as soon as the policy allows it. If not
+    all waiting replicas may start, the one with the oldest last start is first. No computation is cancelled: a late
+    replica may miss the next update, too, which new durations for every step would not show.
 
         random_durations = random.Random(0)
         simulation = simulate_policy(

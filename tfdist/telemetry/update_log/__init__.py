@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The update log: who contributed to each update of the variables, and when. NumPy only, no TensorFlow.
 
-`LogWriter` writes the log of one task, `read_logs` merges the logs of all tasks below a directory into a `Timeline`,
-and `summary` adds up consecutive updates. docs/update_log.md describes the files.
+`LogWriter` writes the log of one task. `read_logs` merges the logs of all tasks below a directory into a `Timeline`;
+`summary` adds up consecutive updates. docs/update_log.md describes the files.
 """
 
 from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Updates
