@@ -71,6 +71,7 @@ docs: python  ## build the site into site/, strictly (1 minute)
 	@$(PYTHON) .ci/venv.py docs
 	$(BIN)/python .ci/site_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo 'tfdist: site/index.html; its search needs a server: python3 -m http.server -d site'
 
 release: python  ## build a release into dist/ and try it in empty environments (15 minutes); uploads nothing
 	@$(PYTHON) .ci/venv.py release

@@ -13,7 +13,8 @@ _BROWSER = [*_TENSORBOARD, "websocket-client>=1.8"]
 _PYTEST = ["pytest>=8.4", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
 _NOTEBOOKS = ["ipykernel>=6.29", "nbclient>=0.10"]
 _TESTS = [*_MPI, *_BROWSER, *_PYTEST, *_NOTEBOOKS, "hypothesis>=6.100", "psutil>=5.9"]
-_DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"]
+# mkdocstrings lays out signatures with ruff.
+_DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29", "ruff>=0.9"]
 _EXPERIMENTS = ["matplotlib>=3.8", "scikit-learn>=1.5", *_TENSORBOARD]
 
 
