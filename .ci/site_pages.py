@@ -66,6 +66,11 @@ _CSS = """\
 .md-grid { max-width: 78rem; }
 .md-typeset pre > code { font-size: .78em; }
 .md-typeset td code.flag { white-space: nowrap; }
+/* Phones: more of a row, and fewer names broken over lines. */
+@media screen and (max-width: 44em) {
+  .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { min-width: 0; padding: .5em; }
+  .md-typeset td code { padding: 0; }
+}
 """
 
 
