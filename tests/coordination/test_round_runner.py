@@ -18,8 +18,8 @@ from tfdist.policies.backup_workers import BackupWorkers
 class Table:
     """Three replicas, and what they say to the person who watches."""
 
-    def __init__(self, spares: Any = 1, count: int = 3) -> None:
-        policy = BackupWorkers(spares)
+    def __init__(self, spares: Any = 1, count: int = 3, policy: BackupWorkers | None = None) -> None:
+        policy = policy or BackupWorkers(spares)
         policy.begin(count, "Strategy")
         self.clock = Clock()
         self.lines: list[str] = []
@@ -305,6 +305,40 @@ def test_what_a_late_replica_meets_is_said_and_no_error(table: Table, is_end: bo
     table.contribute(0, 1)
     assert table.runner.collect()[1].contributors == (2, 0)
     assert table.lines == ([] if is_end else ["a late gradient of worker:2 failed: LookupError: late words"])
+
+
+class Failing(BackupWorkers):
+    """Raises when a gradient arrives, or when a replica wants to start, in step 0."""
+
+    def __init__(self, fails_in: str) -> None:
+        super().__init__(spares=1)
+        self.fails_in = fails_in
+
+    def _accepts(self, replica: int, local_step: int) -> bool:
+        if self.fails_in == "arrived":
+            raise ZeroDivisionError("of my own policy")
+        return super()._accepts(replica, local_step)
+
+    def started(self, replica: int, time: float) -> int:
+        if self.fails_in == "started":
+            raise ZeroDivisionError("of my own policy")
+        return super().started(replica, time)
+
+
+@pytest.mark.parametrize("fails_in", ["arrived", "started"])
+def test_error_of_the_policy_is_raised_by_collect(fails_in: str) -> None:
+    table = Table(policy=Failing(fails_in))
+    table.runner.open()
+    if fails_in == "arrived":
+        table.started(0)
+        with pytest.raises(ZeroDivisionError) as raised:
+            table.contribute(0, 0)
+        # As the thread of a replica does with what it meets.
+        table.runner.fail(0, 0, raised.value)
+    else:
+        assert table.start(0) is None
+    with pytest.raises(ZeroDivisionError, match="of my own policy"):
+        table.runner.collect(lambda: setattr(table.clock, "now", table.clock.now + 30))
 
 
 def test_silence_is_an_error_after_the_timeout(table: Table) -> None:

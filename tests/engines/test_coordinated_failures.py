@@ -40,6 +40,18 @@ def test_an_error_reaches_the_caller_once_with_its_own_type_and_message() -> Non
         engine.make_room()
 
 
+def test_error_of_what_follows_updates_reaches_the_caller() -> None:
+    def follow(update: Any) -> None:
+        raise OSError("no space for the log")
+
+    with running_engine(1, on_update=follow) as (engine, cluster):
+        passed = Pass(engine, cluster, [1])
+        passed.iterator.take_handle(1)
+        with pytest.raises(OSError, match="no space for the log"):
+            engine.step(passed.program, [], passed.iterator.feed, True, is_update=True)
+            engine.barrier(writes=False)
+
+
 def test_training_works_again_after_an_error() -> None:
     with running_engine(2) as (engine, cluster):
         for position in range(6):

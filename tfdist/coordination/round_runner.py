@@ -96,8 +96,12 @@ class RoundRunner:
             while True:
                 if is_over():
                     return None
-                if (self._is_open or self._starts_ahead) and self._error is None and self._may_start(replica):
-                    return self._policy.started(replica, self._clock())
+                try:
+                    if (self._is_open or self._starts_ahead) and self._error is None and self._may_start(replica):
+                        return self._policy.started(replica, self._clock())
+                except Exception as error:
+                    # The thread goes on, for the next update.
+                    self._fail_update(error)
                 self._startable.wait(POLL_SECS)
 
     def arrive(self, replica: int, local_step: int) -> bool:
@@ -105,7 +109,11 @@ class RoundRunner:
         with self._lock:
             if local_step > self._policy.step:
                 return False
-            accepted = self._policy.arrived(replica, local_step, self._clock()).accepted
+            try:
+                accepted = self._policy.arrived(replica, local_step, self._clock()).accepted
+            except Exception as error:
+                self._fail_update(error)
+                raise
             self._last_event = self._clock()
             if accepted:
                 self._accepted_at[replica] = self._clock()
@@ -275,6 +283,11 @@ class RoundRunner:
             lost = [f"{self._names[r]} (lost; it has to be started again)" for r in sorted(self._lost)]
             needed = self._policy.replicas_to_aggregate - len(self._delivered)
         return f"{needed} of " + ", ".join([self._names[r] for r in absent] + lost)
+
+    def _fail_update(self, error: Exception) -> None:
+        """Makes `collect` raise an exception of the policy, after which no replica counts as computing."""
+        self._error = self._error or error
+        self._collectable.notify_all()
 
     def _take(self) -> tuple[list[Any], Update]:
         # Under the same lock as the check, so that no loss of a replica comes in between.

@@ -91,7 +91,11 @@ class StreamRunner(round_runner.RoundRunner):
         if local_step > self._policy.step:
             return -1
         self._last_event = self._clock()
-        arrival = self._policy.arrived(replica, local_step, self._clock())
+        try:
+            arrival = self._policy.arrived(replica, local_step, self._clock())
+        except Exception as error:
+            self._fail_update(error)
+            raise
         self._startable.notify_all()
         self._collectable.notify_all()
         return arrival.number

@@ -317,6 +317,9 @@ class StepQueue:
             self._finished += 1
             now = self._progressed_at = self._clock()
             if step in self.pending:
+                # First: if it raises, this is called again with the error.
+                if made is not None and step.is_update:
+                    self._count_updates(step, worker, made, now)
                 self.pending.remove(step)
                 self._running.discard(worker)
                 if error is not None:
@@ -325,8 +328,6 @@ class StepQueue:
                     self._logs_on_their_way = False
                     self.logs = values
                     self._logs_due_at = now + LOG_INTERVAL_SECS
-                if made is not None and step.is_update:
-                    self._count_updates(step, worker, made, now)
             if step.took_batch is not None:
                 resolve(step.took_batch, error is None)
             if step.result is not None:
