@@ -98,20 +98,25 @@ class OneReplica(tf.distribute.ReplicaContext):
         """Returns the reduction of `value`, as tensors."""
         del options
         is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
-        factor = float(self._stands_for) if is_sum else 1.0
-        return tf.nest.map_structure(
-            lambda leaf: contribution.times(
-                leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), factor
-            ),
-            value,
-        )
+        return _of_equal_values(value, self._stands_for if is_sum else 1)
+
+
+def _of_equal_values(value: Any, count: int) -> Any:
+    """Returns the sum of so many values that equal this one, as tensors."""
+    return tf.nest.map_structure(
+        lambda leaf: contribution.times(
+            leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf), float(count)
+        ),
+        value,
+    )
 
 
 def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
     """Returns patches of the current replica context for a step that computes a contribution alone.
 
     Its `all_gather` is refused, since it would silently give the replica's own part; and `all_reduce`, with which a
-    synchronized BatchNormalization works, says that it is over this replica's part.
+    synchronized BatchNormalization works, says that it is over this replica's part. On several workers the stock one is
+    a collective, for which a contribution would wait for stragglers, and without end where one of them makes none.
 
     Args:
       step_name: the step, for the messages.
@@ -120,7 +125,6 @@ def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]
     """
     context: Any = tf.distribute.get_replica_context()
     received = f"Received: {step_name}, {num_replicas} replicas"
-    reduce = context.all_reduce
 
     def all_gather(*args: Any, **kwargs: Any) -> Any:
         raise ValueError(
@@ -129,12 +133,13 @@ def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]
             f"batches under ParameterServerStrategy without a policy. {received}"
         )
 
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+    def all_reduce(reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del reduce_op, options
         say(
             "policies: all_reduce in a train_step, as of BatchNormalization(synchronized=True), is over each "
             f"replica's own part of the batch, because replicas compute alone under this policy. {received}"
         )
-        return reduce(*args, **kwargs)
+        return _of_equal_values(value, 1)
 
     return [(context, "all_gather", all_gather), (context, "all_reduce", all_reduce)]
 
