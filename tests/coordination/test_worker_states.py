@@ -17,6 +17,7 @@ from tfdist.coordination.worker_states import (
     State,
     never,
     parted,
+    step_of,
     verdict,
 )
 
@@ -95,7 +96,18 @@ def test_workers_in_different_parts_of_the_same_call_are_a_deadlock():
     assert told and told.group() == text
 
 
-@pytest.mark.parametrize("parts", [(STEP, STEP), (STEP, ""), ("", OUTSIDE)])
+def test_workers_in_steps_of_different_collectives_are_a_deadlock():
+    found = ("2 sums", "1 gather, 2 sums")
+    states = [State(f"worker:{i}", "model.fit", blocked_secs=60, part=step_of(each)) for i, each in enumerate(found)]
+    text = verdict(states[0], states[1:], ALL)
+    assert text and "worker:0 in model.fit (a step of 2 sums), and worker:1 in model.fit (a step of 1 gather, " in text
+    assert text.endswith("every worker must make the same step: remove the `if` around what only some do in it")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(STEP, STEP), (STEP, ""), ("", OUTSIDE), (step_of("2 sums"), step_of("2 sums")), (step_of("2 sums"), STEP)],
+)
 def test_workers_in_parts_that_may_be_the_same_are_no_deadlock(parts: tuple[str, str]):
     states = [dataclasses.replace(blocked(i, "model.fit", secs=600), part=part) for i, part in enumerate(parts)]
     assert verdict(states[0], states[1:], ALL) is None

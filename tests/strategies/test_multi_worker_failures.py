@@ -120,6 +120,37 @@ def test_no_wait_of_one_worker_alone_goes_on(tmp_path: pathlib.Path, policy: str
     assert "on worker:0 waits for worker:1, which has ended; every worker must call" in found[0]["ended"]
 
 
+DIFFERENT_STEPS = """
+from tfdist.coordination import worker_states
+worker_states.PARTED_SECS = 3.5  # for the test; 5 s otherwise
+strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60)
+class Model(keras.Sequential):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        if index == 0:
+            logs["sum"] = tf.distribute.get_replica_context().all_reduce("sum", tf.reduce_sum(data[0]))
+        return logs
+with strategy.scope():
+    model = Model([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((16, 3), np.float32)
+try:
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+except Exception as error:
+    report("error", str(error))
+"""
+
+
+def test_steps_of_different_collectives_end_with_a_line(tmp_path: pathlib.Path):
+    errors = [each["error"] for each in process_cluster.run(DIFFERENT_STEPS, tmp_path)]
+    assert errors[0] == errors[1]
+    assert (
+        "worker:0 in model.fit (a step of 1 gather, 2 sums), and worker:1 in model.fit (a step of 1 gather, "
+        in errors[0]
+    )
+    assert errors[0].endswith("every worker must make the same step: remove the `if` around what only some do in it")
+
+
 @pytest.mark.parametrize("name", ["start_timeout_secs", "stall_timeout_secs"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "5", True, None])
 def test_a_timeout_that_is_none_is_refused_at_once(name: str, value: Any):

@@ -45,7 +45,7 @@ class State:
       blocked_secs: for how long it has waited for other workers without progress; 0 if it does not wait.
       log: its last numbered exchanges.
       ended: how its program has ended; "" if it has not.
-      part: of a collective, `STEP` or `OUTSIDE`: whether it is in a step of that call; "" if it is not known.
+      part: of a collective, `step_of` or `OUTSIDE`: whether it is in a step of that call; "" if it is not known.
     """
 
     task: str
@@ -101,8 +101,17 @@ def verdict(own: State, others: Sequence[State], awaited: Sequence[str]) -> str 
 
 
 def _are_together(states: Sequence[State]) -> bool:
-    parts = {state.part for state in states}
-    return len({state.place for state in states}) == 1 and (len(parts) == 1 or "" in parts or bool(states[0].what))
+    if len({state.place for state in states}) > 1:
+        return False
+    # Of a step whose collectives are not known, it may be any of them.
+    parts = {state.part for state in states if state.part}
+    steps = {part for part in parts if part != OUTSIDE}
+    return bool(states[0].what) or len(parts) < 2 or (OUTSIDE not in parts and len(steps - {STEP}) < 2)
+
+
+def step_of(collectives: str) -> str:
+    """Returns the `State.part` of a step with these collectives, such as "2 sums", or with unknown ones for ""."""
+    return f"{STEP} of {collectives}" if collectives else STEP
 
 
 def mismatch(own: State) -> str:
@@ -150,8 +159,12 @@ def parted(calls: Mapping[str, str]) -> str:
     shown = ", and ".join(f"{' and '.join(tasks)} in {call}" for call, tasks in groups.items())
     # Most often one worker alone makes a call, and seldom it is fit.
     fewest = min(groups, key=lambda call: (len(groups[call]), call.startswith("model.fit")))
-    is_same = len({call.partition(" (")[0] for call in groups}) == 1
-    remedy = f"give all workers {_SAME}" if is_same else _remedy(fewest.partition(" (")[0])
+    if all(f" ({STEP}" in call for call in groups):
+        remedy = "every worker must make the same step: remove the `if` around what only some do in it"
+    elif len({call.partition(" (")[0] for call in groups}) == 1:
+        remedy = f"give all workers {_SAME}"
+    else:
+        remedy = _remedy(fewest.partition(" (")[0])
     return f"{_APART}: {shown}; {remedy}"
 
 

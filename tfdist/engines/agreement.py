@@ -418,7 +418,8 @@ class Agreement:
         if name is None:
             return own, ()
         # Keras' step is a function; other sums of a call, such as those of metrics, are operations.
-        part = worker_states.OUTSIDE if name.lower().startswith("collective") else worker_states.STEP
+        is_operation = name.lower().startswith("collective")
+        part = worker_states.OUTSIDE if is_operation else worker_states.step_of(context.collectives_of(name))
         return dataclasses.replace(own, call=self._main_call() or _function_of(name), part=part), self._others
 
     def _main_call(self) -> str:

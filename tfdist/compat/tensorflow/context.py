@@ -7,6 +7,7 @@ and the coordination service, which keeps text under keys for all workers, is re
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import weakref
@@ -48,6 +49,8 @@ NEEDS = (
 
 _EXECUTIONS = {function.__code__ for function in (execute.quick_execute, execute.execute_with_cancellation)}
 _COLLECTIVE = "Collective"
+# Names of collectives, in part, with words for messages. Of a broadcast, senders and receivers have names of their own.
+_KINDS = (("Reduce", "sum"), ("Gather", "gather"), ("Bcast", "broadcast"))
 _drawn_seed: int | None = None
 
 
@@ -171,25 +174,38 @@ def collective_in(frame: FrameType) -> str | None:
     return name if isinstance(name, str) and _has_collectives(name) else None
 
 
-@functools.lru_cache(1024)
+def collectives_of(name: str) -> str:
+    """Returns how many collectives of which kinds a function has, such as "1 gather, 2 sums"; "" for an operation.
+
+    Each is counted where it stands in the graph, so this is equal on workers that run the same step.
+    """
+    return "" if name.startswith(_COLLECTIVE) else _in_words(_collectives_of(name))
+
+
 def _has_collectives(name: str) -> bool:
     """Returns True if an operation or function of this name, or one that it calls, is a collective."""
-    pending, known = [name], {name}
-    while pending:
-        name = pending.pop()
-        if name.startswith(_COLLECTIVE):
-            return True
-        try:
-            nodes = context.context().get_function_def(name).node_def
-        except tf.errors.OpError:
-            # An operation.
-            continue
-        for node in nodes:
-            called = {node.op, *(attr.func.name for attr in node.attr.values() if attr.HasField("func"))}
-            called |= {each.name for attr in node.attr.values() for each in attr.list.func}
-            pending += called - known
-            known |= called
-    return False
+    return bool(_collectives_of(name))
+
+
+@functools.lru_cache(1024)
+def _collectives_of(name: str) -> collections.Counter[str]:
+    if name.startswith(_COLLECTIVE):
+        return collections.Counter([next((word for part, word in _KINDS if part in name), name)])
+    try:
+        nodes = context.context().get_function_def(name).node_def
+    except tf.errors.OpError:
+        # An operation.
+        return collections.Counter()
+    found = collections.Counter[str]()
+    for node in nodes:
+        called = [node.op, *(attr.func.name for attr in node.attr.values() if attr.HasField("func"))]
+        for each in (*called, *(each.name for attr in node.attr.values() for each in attr.list.func)):
+            found += _collectives_of(each)
+    return found
+
+
+def _in_words(counts: collections.Counter[str]) -> str:
+    return ", ".join(f"{count} {word}{'s' if count > 1 else ''}" for word, count in sorted(counts.items()))
 
 
 # In which order strategies may be built in one program.
