@@ -30,7 +30,9 @@ STRAGGLER = """
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=1)])
 layers = keras.layers
 model, _ = dense(
-    lambda: optimizers.Adam(0.01), strategy, lambda: (layers.BatchNormalization(synchronized=True), layers.Dropout(0.3)))
+    lambda: optimizers.Adam(0.01),
+    strategy,
+    lambda: (layers.BatchNormalization(synchronized=True), layers.Dropout(0.3)))
 class Count(keras.callbacks.Callback):
     examples = 0
     def on_epoch_end(self, epoch, logs=None):
