@@ -151,7 +151,7 @@ def chain(*transforms: GradientTransform) -> GradientTransform:
     """
     if len({each.where for each in transforms}) != 1:
         raise ValueError(
-            "chain(...) takes transforms of one place; give those of several as a list, transforms=[...]. "
+            "chain(...) takes transforms of one place; give transforms of several places as a list, transforms=[...]. "
             f"Received: {', '.join(f'{each!r} ({each.where})' for each in transforms) or 'none'}"
         )
 

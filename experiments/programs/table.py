@@ -19,15 +19,15 @@ _TOLERANCE = 0.25
 _INTRODUCTION = """# Programs of others
 
 Tutorials, guides and examples of TensorFlow, Keras and keras.io, run as they are but for the name of the strategy. In
-programs without one, the lines that make models, optimizers and metrics, and those that compile, are under `with
+programs without a strategy, the lines that make or compile models, optimizers and metrics are under `with
 strategy.scope():`. Data are synthetic, downloaded weights random, epochs cut to 2 of at most 6 steps, names of Keras 2
 replaced.
 
 Made by `make programs SRC=directory` ([experiments/programs](../experiments/programs/README.md)) in one or several
-runs, on two CPUs: two devices under the mirrored strategies of one process, two workers under the others.
+runs, on two CPUs. The mirrored strategies of one process have two devices, the others two workers.
 
-- *works*: it came to its end, and each loss that `fit` showed, or that it printed without `fit`, is at most 25% above
-  the one on one device.
+- *works*: it came to its end, and its losses are at most 25% above the losses on one device. They are those that `fit`
+  showed, or that the program printed without `fit`.
 - *differs*: it came to its end with another loss, for which dropout, random batches and asynchronous updates are
   enough.
 - *ends*: it came to its end, and shows no loss that could be compared. *too slow*: it was ended after the time limit.

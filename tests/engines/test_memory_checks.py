@@ -36,7 +36,7 @@ def test_shards_on_one_machine_need_its_memory_together() -> None:
     for part in (
         "variable model/table/embeddings of shape (78125000, 64) takes 20.0 GB, 5.0 GB on each of 4 parameter servers",
         "Of 16.0 GB of the machine, ps:0, ps:1, ps:2, ps:3 may take 12.0 GB together, and need 20.0 GB",
-        "twice as much of Adam",
+        "twice as much for Adam",
     ):
         assert part in str(error.value)
 

@@ -162,7 +162,7 @@ def _refusal(
 ) -> str:
     spread = f"{_gb(max(shares.values()))} on each of {len(shares)} parameter servers"
     where = spread if len(shares) > 1 else f"all on {next(iter(shares))}"
-    slots = "The optimizer's slots come on top: none of SGD, as much again of Adagrad, twice as much of Adam. "
+    slots = "The optimizer's slots come on top: nothing for SGD, as much again for Adagrad, twice as much for Adam. "
     return (
         f"the {'slot' if is_slot else 'variable'} {name} of shape {tuple(shape)} takes {_gb(sum(shares.values()))}, "
         f"{where}. Of {_gb(room.total_bytes)} of {room.name}, {', '.join(tasks)} may take {_gb(room.free_bytes)} "

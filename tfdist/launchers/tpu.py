@@ -186,8 +186,8 @@ def plan_gke(pods: Pods, accelerator: str, topology: str, chips_per_host: int = 
     tpus = from_topology(accelerator, topology, chips_per_host)
     if tpus.hosts > 1:
         raise LaunchError(
-            f"--topology has {tpus.hosts} hosts, and GKE has no runtime that gives TensorFlow those of other hosts; "
-            f"use a topology of one host, or a TPU VM (without --gke). Received: {topology!r}"
+            f"--topology has {tpus.hosts} hosts, and GKE has no runtime that gives TensorFlow the chips of other "
+            f"hosts; use a topology of one host, or a TPU VM (without --gke). Received: {topology!r}"
         )
     labels = {"cloud.google.com/gke-tpu-accelerator": accelerator, "cloud.google.com/gke-tpu-topology": topology}
     pods = dataclasses.replace(

@@ -296,9 +296,9 @@ class SplitTrainStep:
             return kind
         if is_sum and self._total_num_replicas > 1:
             raise ValueError(
-                "metrics=[...]: under policies each replica counts its own examples and the counts are added up, so a "
-                "metric's variable has to be updated as assign(variable + x), outside of conditionals, or on parameter "
-                "servers as a maximum or minimum; one made by add_variable(aggregation='mean') has the mean "
+                "metrics=[...]: under policies each replica counts its own examples, and the counts are added up; "
+                "update a metric's variable as assign(variable + x), outside of conditionals, or on parameter servers as a "
+                "maximum or minimum; a variable made by add_variable(aggregation='mean') has the mean "
                 f"over the replicas. Received: variable {variable.path!r}, which is no sum"
             )
         return "mean"

@@ -133,7 +133,7 @@ def _check(call: calls.Call, found: Mapping[str, Any]) -> None:
             what, numbers = difference
             received = ", ".join(f"{number:g} on {task}" for task, number in zip(values, numbers, strict=True))
             raise ValueError(
-                f"{call.name}: the workers' models differ, and would go on apart; set and load weights, and set "
+                f"{call.name}: the workers' models differ, and would diverge; set and load weights, and set "
                 f"the learning rate, on every worker. Received: {what} over {variable.path} of {received}"
             )
 

@@ -285,7 +285,7 @@ def mirrored_trains() -> None:
     global _mirrored_trained
     if _joined_after:
         raise RuntimeError(
-            "MirroredStrategy trained before ParameterServerStrategy was built and can't go on after it: TensorFlow's "
+            "MirroredStrategy trained before ParameterServerStrategy was built and can't train after it: TensorFlow's "
             "collectives don't survive joining a cluster. Move the line that builds ParameterServerStrategy above the "
             "first fit, evaluate, predict or run under MirroredStrategy; in a notebook, restart the kernel and run "
             "that line first."
