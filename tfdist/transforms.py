@@ -116,7 +116,7 @@ class GradientTransform:
       name: for messages and checkpoints.
 
     Raises:
-      ValueError: an argument is none of these.
+      ValueError: an argument is invalid.
     """
 
     init: Callable[[Sequence[Any]], State] = _no_state
@@ -291,7 +291,7 @@ def centralize(where: str = UPDATE) -> GradientTransform:
 def skip_nonfinite(where: str = UPDATE) -> GradientTransform:
     """Replaces all gradients by zeros if a value is not finite; state counts how often.
 
-    On the replica, the others' gradients count. An optimizer with momentum goes on with its momentum.
+    On the replica, the others' gradients count. An optimizer with momentum still moves by its momentum.
     """
 
     def init(variables: Sequence[Any]) -> State:

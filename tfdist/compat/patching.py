@@ -52,7 +52,7 @@ def once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     """
     original, mark = getattr(owner, name), f"_tfdist_{wrap.__module__}.{wrap.__qualname__}"
     if not hasattr(original, mark):
-        # `wraps` takes over the marks of those who have wrapped the original.
+        # `wraps` takes over the marks of earlier wrappers of the original.
         replacement = functools.wraps(original)(wrap(original))
         setattr(replacement, mark, True)
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)

@@ -2,7 +2,7 @@
 """Finds parameter servers that no longer accept connections.
 
 An error that reaches the chief in a step names a connection at best, and often not whose. A server whose process has
-ended refuses connections at once, so all are asked, at the same time.
+ended refuses connections at once, so all are probed at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from tfdist import _sockets
 
-# Longest wait for an answer: a host that is there accepts or refuses sooner, one without power takes all of it.
+# Longest wait for an answer: a live host accepts or refuses sooner, a host without power takes the whole time.
 _ANSWER_SECS = 5.0
 _ENDING_SECS = 1.0
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)

@@ -6,8 +6,8 @@
                                 ARRIVED step 7  --------->  policy.arrived: is the update due?
       <---------------------------------------------------  UPDATE 7 from workers 0, 2 and 5, to all workers
 
-The server carries control traffic only, some forty bytes per message. It owns the policy, and one thread runs all of
-it. So the reports have one order, and all workers receive the same verdicts in the same order.
+The server carries control traffic only, some forty bytes per message. It owns the policy, which one thread runs. So the
+reports have one order, and all workers receive the same verdicts in the same order.
 
 The server listens at the chief's own address only. A client must prove that it knows the job's secret (see
 `quorum_server`). Other connections are closed with a line in the log. They can't block a worker: the server waits for

@@ -43,7 +43,7 @@ class RoundRunner:
       say: writes a line to the log; standard error by default.
     """
 
-    # True if replicas start also while no update is asked for.
+    # True if replicas start also while no update is requested.
     _starts_ahead = False
 
     def __init__(

@@ -22,7 +22,7 @@ from tfdist import _log
 #
 # CPython 3.11 collects garbage when `sys._current_frames` makes its dictionary, while it holds the lock on the list of
 # threads. A collected object may wait for Python's lock, as TensorFlow's do when they are freed. The thread that holds
-# this lock may be starting a thread, and wait for the list. Neither ever goes on. So nothing is collected meanwhile.
+# this lock may be starting a thread, and wait for the list. Neither ever continues. So nothing is collected meanwhile.
 
 
 _lock = threading.Lock()

@@ -179,7 +179,7 @@ def _plus(first: Bytes, second: Bytes) -> Bytes:
     return Bytes(first.sent + second.sent, first.received + second.received)
 
 
-# Request by which a server process is asked for its counters.
+# Request to a server process for its counters.
 USAGE_REQUEST = b'{"method": "usage"}'
 # Set by launchers: the number of the job's attempt, from 1, and of a task's restart within it, from 0.
 _ATTEMPT, _RESTART = "TFDIST_ATTEMPT", "TFDIST_TASK_RESTART"

@@ -5,7 +5,7 @@ The cluster's coordination service is a key-value store. All workers run the sam
 same on all of them, and n is part of its key, with its name: workers that come to different exchanges take nothing for
 the other's value.
 
-No wait for other workers goes on when it can't end. Once a second a thread of each worker looks if the worker waits:
+No wait for other workers continues when it can't end. Once a second a thread of each worker looks if the worker waits:
 in an exchange, in a sum (`joint`), or inside of a function of TensorFlow's with collectives. A worker that waits
 publishes its `State`, reads those of the others, and fails its wait if `worker_states.verdict` says that it can't end:
 an exchange or a sum by an exception, TensorFlow's collectives by aborting them. A worker that ends publishes that, too.
@@ -58,7 +58,7 @@ _LOOK_AFTER_SECS = 2.0
 _LOOK_EVERY_SECS = 1.0
 # With more workers than this they look less often, because each reads the states of all.
 _WORKERS_PER_LOOK = 20
-# A state that was not renewed for so many looks is of a worker that stands still.
+# A state that was not renewed for so many looks is of a worker that hangs.
 _FRESH_LOOKS = 4
 # For so long a wait that can't end stays published.
 _SHOWN_SECS = 3.0
@@ -128,7 +128,7 @@ class Agreement:
         self._calls: list[str] = []
         # Outcome of the program, once it has ended.
         self._ended = ""
-        # Why collectives of TensorFlow's were aborted; taken by whoever meets the error.
+        # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
         self._failure: Exception | None = None
         # Number of calls of `from_chief_at`, by place, and the key of the last one.
         self._numbers: collections.Counter[str] = collections.Counter()
@@ -463,8 +463,8 @@ class Agreement:
     def _service_answers(self) -> bool:
         """Returns False if the service does not answer now; raises ConnectionError if it has not for long.
 
-        The question for the others' states has no time limit, and Python stands still meanwhile. So this one, which
-        has, comes before it. All know its answer: the chief's first broadcast, which stays.
+        The request for the others' states has no time limit, and blocks Python meanwhile. So this one, which has, comes
+        before it. All know its answer: the chief's first broadcast, which stays.
         """
         now = time.monotonic()
         try:
@@ -836,7 +836,7 @@ class SharedUsage:
         for index, task in enumerate(self._agreement.tasks):
             if task == self._agreement.task:
                 found[f"worker:{index}"] = self._sample()
-            # Each answer of a chief that stands still takes its own time limit.
+            # Each answer of a chief that hangs takes its own time limit.
             elif not self._ended.is_set() and time.monotonic() < until:
                 text = self._agreement.peek(_usage_key(task))
                 if text is not None:

@@ -101,7 +101,7 @@ class AsynchronousEngine(Engine):
         self.window = 2 * num_workers + 1
         # Called before a step is queued; another engine that occupies the workers' threads returns them then.
         self.before_queueing: Callable[[], None] | None = None
-        # Addresses of the parameter servers by index; they are asked when a step has failed.
+        # Addresses of the parameter servers by index; they are probed when a step has failed.
         self.servers: Mapping[int, str] = {}
         self._queue = StepQueue(self.coordinator, num_workers, clock, stall_timeout_secs, on_update)
         self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)

@@ -13,7 +13,7 @@ How a period flows, on each worker:
       step H + 3  the end of the epoch, say  -------> what was begun is averaged before validation, a callback, or
                                                       anybody who saves the model can look
 
-Both averages are made by the same graph, on all workers at the same place of the program: nobody has to be asked.
+Both averages are made by the same graph, on all workers at the same place of the program: no agreement is needed.
 
 Who owns what: an `Average` belongs to a model and owns what is counted and what is averaged. The engine knows which
 model trains now. A callback of its own, the first of each `fit`, stands where Keras passes between two steps.
@@ -136,7 +136,7 @@ class AveragingEngine(Engine):
         """A `tfdist.telemetry.Report`, and the steps since the last average, or whose times are not kept."""
         steps = sum(int(count.steps.numpy()) for count in self._counts) - self._times.recorded
         added = lambda counts, number: {name: count + number for name, count in counts.items()}  # noqa: E731
-        # Each replica's steps use its own gradients, none of which is ever stale.
+        # Each replica's steps use its own gradients, which are never stale.
         own = {0: report.staleness.get(0, 0) + steps * len(report.accepted)} if steps else {}
         return dataclasses.replace(
             report,
@@ -153,8 +153,8 @@ class AveragingEngine(Engine):
             settling = _Settling(self)
             settling.set_model(fit.model)
             settling.set_params(callbacks.params)
-            # Before those that look at the model.
-            # A list of its own: somebody may be going through the one that there is.
+            # Before callbacks that look at the model. A list of its own: somebody may be going through the one that
+            # there is.
             callbacks.callbacks = [settling, *callbacks.callbacks]
 
     @property

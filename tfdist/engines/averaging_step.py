@@ -180,7 +180,7 @@ class Average:
         synchronize()
 
     def finish(self) -> None:
-        """Averages what is not averaged in between; outside of a graph."""
+        """Averages the state that is not averaged in between; outside of a graph."""
         if self._state.local:
             finish = self._finish = self._finish or tf.function(self._average_local, autograph=False)
             finish()
@@ -404,7 +404,7 @@ def _step(
 
 
 def share(part: Part, num_replicas: int) -> tf.Tensor | float:
-    """The part of the global batch, 0 to 1, that a replica has; the same for all where nobody knows."""
+    """The part of the global batch, 0 to 1, that a replica has; equal parts where it is unknown."""
     rows = splitting.rows(part.batch)
     # In a graph parts have a known size only where all have the same; outside every size is known.
     is_even = bool(splitting.static_size(part.batch)) and not tf.executing_eagerly()
@@ -651,7 +651,7 @@ class Outer:
         return self._optimizer.variables
 
     def move(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """From the means of the parameters to where all replicas go on."""
+        """From the means of the parameters to the new parameters of all replicas."""
         last = self._last.values
         with tf.device(self._last.device), context(self._strategy, 0):
             differences = [each.value - mean for each, mean in zip(last, means, strict=True)]

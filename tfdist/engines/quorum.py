@@ -427,7 +427,7 @@ class QuorumStep:
           tf.errors.OutOfRangeError: the data have ended.
         """
         examples, *flat = self._contribute(iterator)
-        # This read waits for the device.
+        # The read waits for the device.
         return flat, int(examples.numpy())
 
     def update(self, flat: Sequence[tf.Tensor]) -> Any:

@@ -261,7 +261,7 @@ class RoundEngine(Engine):
             self.leave()
             coordinator.raise_failure(self._engine.coordinator)
         for worker in coordinator.lost_workers(self._engine.coordinator):
-            # It may have died in an evaluation, for example, which the runner doesn't see.
+            # A worker may have died in an evaluation, for example, which the runner doesn't see.
             self._lose(worker, lambda worker=worker: worker in coordinator.lost_workers(self._engine.coordinator))
         # Another thread of the program may have scheduled a function in the meantime.
         self._reside(step, iterator, parts)

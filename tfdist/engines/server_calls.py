@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls from the chief to the function of one server process (`compat/tensorflow/servers`).
 
-A server that stands still holds up the calling thread alone: request and answer are copied by operations, which wait
-without Python's lock, and not by NumPy, which keeps it.
+A server that hangs holds up the calling thread alone. Operations copy request and answer, and wait without Python's
+lock; NumPy would keep it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def within(timeout_secs: float, task: str, function: Callable[[], Any]) -> Any:
 # The state of a worker that is lost is lost with its process; a replacement begins with an empty one.
 
 
-# Server processes that are asked at the same time.
+# Server processes that are called at the same time.
 _THREADS = 16
 
 
@@ -363,8 +363,8 @@ class ServerMemory(Memory):
 
 # Counters of the worker and ps processes, such as the bytes that they have sent, fetched by the chief.
 #
-# Each process samples itself (`serving/task`). The chief has its server return the newest sample: one small
-# operation on that server's CPU, in a thread of its own, which a server that stands still holds up alone.
+# Each process samples itself (`serving/task`). The chief has its server return the newest sample: one small operation
+# on that server's CPU, in a thread of its own. A server that hangs holds up this thread alone.
 
 
 _TIMEOUT_SECS = 5.0
@@ -385,7 +385,7 @@ class TaskUsages:
         self._known: dict[str, Usage] = {}
         # Bytes and CPU time of a task's former processes.
         self._former: dict[str, Usage] = {}
-        # Tasks that are being asked, and those that can't answer: their server is of another program.
+        # Tasks with a request under way, and tasks that can't answer: their server is of another program.
         self._asked: set[str] = set()
         self._foreign: set[str] = set()
 

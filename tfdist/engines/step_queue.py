@@ -268,7 +268,7 @@ class StepQueue:
             try:
                 self.on_loss(worker, False)
             except Exception as error:
-                # This thread would end, and with it the worker.
+                # An exception would end this thread, and with it the worker.
                 self._error, self.has_news = self._error or error, True
             self._changed.notify_all()
 

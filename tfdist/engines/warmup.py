@@ -132,7 +132,7 @@ class WarmupEngine(Engine):
         if count > 1 and not (self._ahead or rest or of.dataset.is_same_length):
             (missing,) = self._sum_over_workers([tf.constant(int(not has_next), tf.int64)])
             has_next = not int(missing)
-        # Where some have to catch up, the end of the data is the end of an epoch, where all meet.
+        # If some replicas have to catch up, the end of the data is the end of an epoch, where all meet.
         if not has_next or (count > 1 and not self.meet(is_ended=False)):
             return None
         self._count_update()
@@ -184,7 +184,7 @@ class WarmupEngine(Engine):
           is_ended: whether this process is at the end of an epoch.
 
         Returns:
-          Whether all go on where they are; if not, all end the epoch.
+          True if all continue where they are; else all end the epoch.
         """
         model = self._ahead
         if model is None:

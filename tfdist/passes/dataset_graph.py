@@ -29,8 +29,8 @@ _PROCESS_ATTRIBUTES = frozenset(
     {"_class", "config", "config_proto", "container", "metadata", "seed", "seed2", "shared_name", "token"}
 )
 _HANDLES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
-# Prefixes of names of data sets. In order: those that make batches of single elements, those that delay the first
-# element, and those that pass elements on as they are.
+# Prefixes of names of data sets. In order: data sets that make batches of single elements, that delay the first
+# element, and that pass elements on as they are.
 _BATCHING = ("BatchDataset", "PaddedBatchDataset", "ParallelBatchDataset")
 _NEEDLESS = ("Shuffle", "Cache", "Prefetch")
 # Numbers of each captured tensor that make part of a function's fingerprint.
@@ -132,7 +132,7 @@ class DatasetGraph:
         return _fingerprint(self._graph)
 
     def _forget_resources(self) -> None:
-        """Lets whoever rebuilds the data set make its random state and its caches anew.
+        """Makes a rebuilt data set create its random state and its caches anew.
 
         They are referred to by a name with a running number in it. In another process that number may belong to
         another data set, whose order or even whose cached elements would be taken.

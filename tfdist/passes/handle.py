@@ -18,7 +18,7 @@ happen at each step is therefore in the graph: an operation that calls Python, o
 | parameter_server | numbers of pass and batch, an int64 | in own loops: an operation that makes the step |
 
 Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of all kinds,
-passes and data sets that a graph names by number. It keeps none of them alive, nor the engines: a strategy owns its
+passes and data sets that a graph names by number. It keeps neither passes nor engines alive: a strategy owns its
 engine, Keras owns the iterator, and the iterator owns its pass. The pass owns the position in the data.
 
 The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
@@ -306,9 +306,9 @@ class CountedDataset(DistributedDataset):
 class HandleIterator:
     """One pass over a `DistributedDataset`.
 
-    It is no `tf.distribute.DistributedIterator`, because Keras would hand such a one into a `tf.function` as a whole
-    instead of taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where no
-    handle was given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two apart.
+    It is no `tf.distribute.DistributedIterator`: Keras would pass the whole iterator into a `tf.function` instead of
+    taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where no handle was
+    given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two apart.
 
     Attributes:
       is_ended: True once the data have ended.
@@ -350,7 +350,7 @@ class HandleIterator:
 
     @property
     def of_last_handle(self) -> Any:
-        """The pass that the last handle is of: this one, unless it goes on with the pass of another engine."""
+        """The pass of the last handle: this one, unless it continues the pass of another engine."""
         return self
 
 

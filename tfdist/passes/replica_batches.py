@@ -258,7 +258,7 @@ class _OwnIterator(ReplicaIterator):
         self._own = own
 
     def example(self) -> Any:
-        """See `ReplicaIterator.example`. Zeros where they will do, because nobody is to wait for a slow pipeline."""
+        """See `ReplicaIterator.example`. Zeros where they will do, so that no replica waits for a slow pipeline."""
         spec = self._dataset.element_spec
         if all(_has_only_its_size_open(leaf) for leaf in tf.nest.flatten(spec)):
             return tf.nest.map_structure(lambda leaf: tf.zeros([1, *leaf.shape[1:]], leaf.dtype), spec)

@@ -268,7 +268,7 @@ def _in_turn(pieces: list[Any]) -> tf.data.Dataset:
 
 def _with_cardinality(dealt: tf.data.Dataset, dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:
     if times == 1 or not tf.executing_eagerly():
-        # It is not known in a graph, and not needed there.
+        # The size is not known in a graph, and not needed there.
         return dealt
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.UNKNOWN_CARDINALITY:

@@ -123,8 +123,8 @@ class WorkerFeed:
         Args:
           gone: The workers that are still lost.
         """
-        # A restarted worker reads the rest of its share. If batches belong to no worker, those that it had fetched are
-        # lost.
+        # A restarted worker reads the rest of its share. If batches belong to no worker, the batches that it had
+        # fetched are lost.
         is_dealt_out, total = self._dataset.is_dealt_out, self._dataset.cardinality
         workers = self.lost if is_dealt_out else gone - self.exhausted
         return describe_lost_batches(self._number, total, self.taken.total(), workers, is_dealt_out)

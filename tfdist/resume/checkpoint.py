@@ -377,7 +377,7 @@ def build(model: keras.Model, optimizers: Sequence[Sequence[int] | None], elemen
             if not optimizer.built and indices is not None:
                 optimizer.build([model.trainable_variables[index] for index in indices])
         # For the metrics. Only with a built optimizer, because it would build the optimizer for all variables. A user's
-        # own train_step may need none of this, and the model may lack `call` or `compute_metrics`.
+        # own train_step may not need this, and the model may lack `call` or `compute_metrics`.
         if model.optimizer.built:
             with contextlib.suppress(Exception):
                 _build_symbolically(model, element_spec)

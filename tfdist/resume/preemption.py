@@ -251,7 +251,7 @@ class Together(Alone):
         return None
 
     def _check_chief(self) -> None:
-        """Raises ConnectionError if the chief has failed, or stands still: a stopped process keeps its connections."""
+        """Raises ConnectionError if the chief has failed or hangs: a stopped process keeps its connections."""
         chief = str(self._channel.tasks[0])
         reason = self._channel.lost().get(chief)
         if reason is not None:

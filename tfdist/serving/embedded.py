@@ -311,7 +311,7 @@ class EmbeddedCluster:
         self._is_closing = True
         self._supervisor.wake()
         if self._thread:
-            # It may be starting a process; a fork and an exec take less.
+            # The thread may be starting a process; a fork and an exec take less.
             self._thread.join(_JOIN_SECS)
         self._supervisor.stop()
         self._ports.release()

@@ -34,7 +34,7 @@ from tfdist.coordination.usage import USAGE_REQUEST, Sampler
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.serving import data_worker
 
-# Number of logical CPUs of a worker's server, as whoever starts `python -m tfdist.serving.task` hands it over.
+# Number of logical CPUs of a worker's server, given to `python -m tfdist.serving.task` by its parent.
 
 
 # The environment variable with the number.
@@ -71,7 +71,7 @@ def start(cluster: Cluster, num_cpus: int = 1) -> Any:
       num_cpus: number of logical CPUs of the server.
     """
     task = cluster.task
-    # Its thread ends with the process, which does nothing else.
+    # The server's thread ends with the process, which does nothing else.
     functions = _Functions(str(task), Sampler(from_now=False).start())
     return servers.start_server(cluster.jobs, task.type, task.index, _threads(cluster), functions, num_cpus)
 

@@ -4,7 +4,7 @@
 A Keras variable holds a `tf.Variable`, or one that TensorFlow distributes: a copy for each device. While a step is
 traced here, each Keras variable of the model holds its first copy instead, and TensorFlow's default strategy is
 current. So the step is the one that the model would have on one device: no loss is divided, no gradient is reduced, and
-what it writes is written to that copy alone. Whoever trains this way says afterwards what becomes of the other copies.
+what it writes is written to that copy alone. The engine that trains this way decides afterwards about the other copies.
 """
 
 from __future__ import annotations

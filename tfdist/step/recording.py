@@ -148,7 +148,7 @@ class Recording(models.Reading):
         if self.is_at_the_top():
             self._note_writes()
         else:
-            # Their values are available only after the conditional.
+            # Values of its writes are available only after the conditional.
             self._held += [(v, self.get_current_value(v), self.num_applied) for v in self._take_touched()]
         self.num_applied += 1
         self._updated.update({id(variable): variable for variable in variables})

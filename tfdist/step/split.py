@@ -297,8 +297,8 @@ class SplitTrainStep:
         if is_sum and self._total_num_replicas > 1:
             raise ValueError(
                 "metrics=[...]: under policies each replica counts its own examples, and the counts are added up; "
-                "update a metric's variable as assign(variable + x), outside of conditionals, or on parameter servers as a "
-                "maximum or minimum; a variable made by add_variable(aggregation='mean') has the mean "
+                "update a metric's variable as assign(variable + x), outside of conditionals, or on parameter servers "
+                "as a maximum or minimum; a variable made by add_variable(aggregation='mean') has the mean "
                 f"over the replicas. Received: variable {variable.path!r}, which is no sum"
             )
         return "mean"

@@ -46,7 +46,7 @@ class Step:
         inner = getattr(function, "__wrapped__", function)
         owner = getattr(inner, "__self__", None)
         self.function = function
-        # Any: whoever asks a step of Keras for it knows that there is one.
+        # Any: callers that use the model of a Keras step know that it has one.
         self.model: Any = owner if models.is_trainer(owner) else None
         if self.model is not None:
             self.kind = _KINDS.get(inner.__name__, "other")

@@ -11,7 +11,7 @@ A step on one worker, between the ends of two sums:
 
 The first three are durations on one worker. They ride in a sum that the step makes anyway: worker i fills the i-th part
 of a vector of zeros. The end of a sum is an event of all workers, so the worker with the largest total was the last
-one, and each other waited for the difference. No clock is compared with another, and nobody waits to measure.
+one, and each other waited for the difference. No clock is compared with another, and no worker waits to measure.
 
 Where replicas train alone and average every H steps, a step ends with its gradients. Rests, inputs and computing of
 all steps up to the average are added up, and ride in the sum of the average. Each of these steps is recorded with an
@@ -35,7 +35,7 @@ from tfdist.compat.tensorflow import inputs, replicas, variables
 from tfdist.policies.records import Outcome
 from tfdist.telemetry.update_log import Contributions, Updates
 
-# Of all steps that nobody has read yet; the oldest are left out.
+# Of all unread steps; the oldest are left out.
 _RING_BYTES = 2**22
 _LEAST_ROWS = 64
 # A time of 0 stands for one that was not measured.
@@ -361,7 +361,7 @@ def timed(dataset: tf.data.Dataset) -> tf.data.Dataset:
         tf.data.Dataset.zip(called, dataset.prefetch(2)), lambda *each: (*each, tf.timestamp())
     )
     options = tf.data.Options()
-    # The times would be wrong if tf.data read before it is asked.
+    # The times would be wrong if tf.data read ahead.
     options.experimental_optimization.inject_prefetch = False
     return found.with_options(options)
 

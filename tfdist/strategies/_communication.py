@@ -29,7 +29,7 @@ def check(communication: Any) -> None:
 def check_alone(communication: str) -> None:
     """Raises ValueError if a process without a cluster is one of several that an MPI launcher has started.
 
-    Each of them would train a model of its own. Unless MPI is asked for they may be meant to, and a line says it.
+    Each of them would train a model of its own. Without a request for MPI they may be meant to, and a line says it.
     """
     size = mpi.size_of_job() or 1
     if size == 1:
@@ -58,7 +58,7 @@ def connect(
       MPI's sums; None for TensorFlow's collectives.
 
     Raises:
-      ValueError: MPI is asked for, and can't be used.
+      ValueError: MPI is requested, and can't be used.
       RuntimeError: MPI could not be started.
     """
     asked = _asked(communication)

@@ -99,7 +99,7 @@ class CompressedSums:
             with tf.init_scope():
                 found = choice.choose(gradients, *how)
         except Exception as error:
-            # The other workers are told of errors other than TensorFlow's, and wait for this one's measurements.
+            # Errors other than TensorFlow's are sent to the other workers, which wait for this worker's measurements.
             raise RuntimeError(f'Compression("auto"): measuring the codecs failed: {error}') from error
         self._say(found.reason)
         if found.codec is None:
@@ -116,7 +116,7 @@ class CompressedSums:
         return ({"codec": repr(self._feedback.codec), "state": described} if is_worth_it else None), arrays
 
     def distribute(self, model: keras.Model, described: Any, arrays: Sequence[np.ndarray]) -> None:
-        """See `WorkerState.distribute`; "auto" goes on with the codec of the checkpoint."""
+        """See `WorkerState.distribute`; "auto" continues with the codec of the checkpoint."""
         if described and not self._is_chosen:
             codec = next((each for each in choice.CANDIDATES if repr(each) == described["codec"]), None)
             if codec is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster of a MultiWorkerMirroredStrategy, from TF_CONFIG or a resolver, and how TensorFlow is told of it."""
+"""The cluster of a MultiWorkerMirroredStrategy, from TF_CONFIG or a resolver, and its registration with TensorFlow."""
 
 from __future__ import annotations
 

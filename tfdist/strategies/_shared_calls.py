@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the calls that the workers of a MultiWorkerMirroredStrategy make, and their models, before anything is done.
 
-All workers run the same script. What one of them does otherwise (`if rank == 0:`) either makes the workers wait for
-each other in different collectives, or lets their models go on apart without an error: weights that the chief alone
-has loaded, or a learning rate that the chief's callback alone sets. A few numbers of each variable show the latter.
+All workers run the same script. A call that one worker makes otherwise (`if rank == 0:`) has one of two effects. Either
+the workers wait for each other in different collectives, or their models diverge without an error. Examples are weights
+that the chief alone has loaded, and a learning rate that the chief's callback alone sets. A few numbers of each
+variable show the latter.
 """
 
 from __future__ import annotations

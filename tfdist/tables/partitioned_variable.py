@@ -454,7 +454,7 @@ def write_rows(shard: Any, first: int, last: int, rows: Any) -> Any:
 
 
 def shared_rows(shard: Any, first: int, last: int) -> tf.Tensor:
-    """Returns rows first to last - 1 as a part of the shard's own memory, for a moment in which nobody writes it."""
+    """Returns rows first to last - 1 as a view of the shard's own memory, valid until the next write."""
     with tf.device(shard.device):
         end = tf.raw_ops.DisableCopyOnRead(resource=shard.handle)
         with tf.control_dependencies([end] if end is not None else []):

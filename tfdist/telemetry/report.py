@@ -33,7 +33,7 @@ _DEVIATIONS, _CORRELATED, _CORRELATED_SECS = 2.5, 5, 0.25
 # Of fewer gradients than these nothing is said but their number.
 _FEWEST = 3
 _ENOUGH = 32
-# Shares of a step, and of gradients, that are told in words.
+# Least shares of a step, and of gradients, that the report names in words.
 _MUCH, _SOME_DROPPED = 0.5, 0.05
 
 
@@ -135,7 +135,7 @@ class Times:
         self.staleness: collections.Counter[int] = collections.Counter()
 
     def add_all(self, rows: Sequence[tuple[Contribution, float]]) -> None:
-        """Adds gradients, each with the time when the last one of its update was there; of a lost one none is known."""
+        """Adds gradients, each with the time of the last arrival for its update; unknown for a lost gradient."""
         found: dict[str, list[float]] = {"step": [], "held": [], "own": [], "wait": []}
         for (_, start, arrival, outcome, staleness, _, held, _), summed_at in rows:
             if outcome is Outcome.LOST:

@@ -43,7 +43,7 @@ _MARKS = 1021
 _SPIN_SECS, _YIELD_SECS = 50e-6, 500e-6
 _SLEEP_SECS = 50e-6
 _CHECK_SECS = 1.0
-# For so long after an error of the library it is asked which worker was lost.
+# Longest search for the lost worker after an error of the library.
 _BLAME_SECS = 12.0
 
 
@@ -417,7 +417,7 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 def _mpi4py() -> Any:
     import mpi4py
 
-    # To finish waits for all others, also for those that have failed.
+    # MPI's finalization waits for all other workers, also for failed ones.
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     from mpi4py import MPI
 
@@ -479,7 +479,7 @@ class Server:
     Args:
       job: a name that no other job on these machines has: the library names its shared memory by it.
       rank: number of this worker.
-      places: for each worker, text that is the same for those who can share memory.
+      places: for each worker, text that is the same for workers that can share memory.
       exchange: called in the server's thread at each barrier, the same number of times on all workers.
     """
 

@@ -242,7 +242,7 @@ class WorkerSums:
 
 
 def _put_together(flat: list[tf.Tensor]) -> tf.Tensor:
-    """Returns one tensor whose memory is nobody else's, so that it may be summed in place.
+    """Returns one tensor that owns its memory, so that it may be summed in place.
 
     Of constants alone, TensorFlow makes a constant when it optimizes the graph, and the next step would begin with the
     last one's sum. An axis that is not a constant keeps it from that.

@@ -22,7 +22,7 @@ _LEAST_BAR, _MOST_BAR = 8, 40
 # Widths of the columns of the table besides name and bar, with the gaps.
 _FIXED = 36
 _WIDE = 110
-# Of fewer lines none is spent on words.
+# Shorter screens have no line of words.
 _LEAST_LINES = 10
 _EVENTS = {
     EventKind.LOST: ("lost", "red"),

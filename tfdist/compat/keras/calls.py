@@ -88,7 +88,7 @@ class Call:
       epochs: Keras' iterator over the epochs, once it is made.
       under: the strategy whose loops it is one of, once that has looked for others beside it.
       ends: called when the call has raised, with the exception.
-      arguments: those that the user gave, by name; the method is called with these.
+      arguments: the user's arguments, by name; the method is called with these.
       around: entered around the method.
       change: called with what the method returns; its own result is returned.
       is_compared: true once the workers have compared it.
@@ -336,7 +336,7 @@ def refuse_overlap(strategy: Any, is_exclusive: bool, nests: bool = True) -> Non
       strategy: the strategy that the call runs under.
       is_exclusive: whether the strategy's loops share more than their models: no two threads may be in one then.
         Otherwise two threads may not train or evaluate the same model, and on several replicas no two models: a sum
-        over the replicas stands still now and then while another thread makes one.
+        over the replicas hangs now and then while another thread makes one.
       nests: whether `fit` may be called within a callback of another `fit`.
 
     Raises:

@@ -117,7 +117,7 @@ class EpochIterator:
         Args:
           step: the steps that were made.
           batches: the batches that were taken for them, and before with `steps_per_epoch`.
-          begin: called when the epoch begins, before its data are asked for.
+          begin: called when the epoch begins, before its data are read.
         """
 
         def rest_of_epoch() -> Iterator[tuple[int, int, Any]]:
@@ -226,7 +226,7 @@ def shorten_tracebacks() -> None:
 
 # Announces saved checkpoints to listeners: `model.save`, `model.save_weights`, and those of `callbacks.Resume`.
 #
-# Keras' ModelCheckpoint and BackupAndRestore call these methods, and tell nobody. So the functions that write the files
+# Keras' ModelCheckpoint and BackupAndRestore call these methods without notice. So the functions that write the files
 # are wrapped, once in a process: the same that `saving` wraps for several workers.
 
 

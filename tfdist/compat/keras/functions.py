@@ -55,7 +55,7 @@ def observe(model: keras.Model, is_over: Callable[[], bool], after_call: Callabl
     Args:
       model: a model that is in `fit`.
       is_over: returns True once the step is to be traced anew; this ends the observation.
-      after_call: called after each call with its seconds. Not for the call that goes on now.
+      after_call: called after each call with its seconds. Not for the call that is under way.
 
     Returns:
       False if Keras can't make the function of this model anew, which is not observed then.

@@ -3,10 +3,10 @@
 
 Keras 3 has no notion of a chief: all workers would write the same files at once. Reading a model's variables may need
 all workers, so all of them go through the same saving; the others do it in a directory of their own that is removed.
-When a save returns, on any worker, the chief's file is complete. The chief waits for nobody, so it may also save alone,
-where reading the variables needs no other worker. A worker that saves under another path than the chief, as in a
-temporary directory of its own, keeps its file there. With `verbose="auto"`, Keras' default, only the chief shows a
-progress bar: all workers have the same logs.
+When a save returns, on any worker, the chief's file is complete. The chief does not wait for other workers, so it may
+also save alone, where reading the variables needs no other worker. A worker that saves under another path than the
+chief, as in a temporary directory of its own, keeps its file there. With `verbose="auto"`, Keras' default, only the
+chief shows a progress bar: all workers have the same logs.
 
 There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
 in `_WRAPPED` are replaced, for good, for models of a `MultiWorkerMirroredStrategy` on several workers. The methods in
@@ -608,13 +608,13 @@ def export_shards(has_shards: Callable[[Any], bool]) -> None:
 #
 # A checkpoint is two files, an index and the values that it has the checksums of; no file system replaces two at once.
 # Each worker writes them under names of its own and puts them in their places while it holds a lock of the directory.
-# Restoring takes the lock too, so that nobody reads the index of one worker with the values of another. Workers that
+# Restoring takes the lock too, so that no worker reads the index of one save with the values of another. Workers that
 # have the same values leave the first one's files where they are: what a worker has saved does not change under readers
 # that know of no lock. Their files differ even so, by the names of layers if the workers made different models before.
 
 
 # Another worker holds the lock while it renames two files or reads a checkpoint. A restore that waits for the other
-# workers would never let them save, so nobody waits longer than this.
+# workers would never let them save, so no worker waits longer than this.
 LOCK_SECS = 30.0
 
 # The model's entry in a checkpoint, which has names of layers in it.

@@ -160,8 +160,8 @@ def _line() -> str:
 #
 # A layer that is made in the scope of a strategy is often built later, by its first call: in a loop of the user's own,
 # which need not be in the scope, or while a `tf.function` is traced. Keras makes the weights in the context of the
-# caller, so that they are none of the strategy's. Keras knows the strategy of optimizers and models and not that of
-# layers, and has no public seam at the moment of building.
+# caller, so the strategy does not own them. Keras knows the strategy of optimizers and models and not that of layers,
+# and has no public seam at the moment of building.
 
 
 _redirecting: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()

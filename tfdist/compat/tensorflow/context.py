@@ -268,7 +268,7 @@ def leave_cluster(can_join_again: bool) -> None:
       can_join_again: False if the tasks of the next cluster would be those that have just ended.
     """
     global _joined, _has_ended
-    # Now, because TensorFlow crashes if it is asked later for the device of a variable on a lost server.
+    # Now, because TensorFlow crashes on a later request for the device of a variable on a lost server.
     held = [each for each in gc.get_objects() if isinstance(each, resource_variable_ops.BaseResourceVariable)]
     lost = [each for each in held if _is_lost(each) or CHIEF_JOB not in each.device]
     _lost.clear()

@@ -221,7 +221,7 @@ def connect(cluster_spec: tf.train.ClusterSpec) -> None:
 
 
 def disconnect() -> None:
-    """Takes this process out of its cluster; it can go on alone, or join another cluster.
+    """Takes this process out of its cluster; it can continue alone, or join another cluster.
 
     Else TensorFlow would register each new function with the servers, and write an error for each that has ended.
     """
@@ -251,5 +251,5 @@ def is_scheduled_traced(strategy: Any) -> bool:
 
 
 def forget_scheduled(strategy: Any) -> None:
-    """Says that none is being traced."""
+    """Marks that no scheduled function is being traced."""
     strategy.extended._being_scheduled = False

@@ -208,7 +208,7 @@ def is_written_by(handle: tf.Tensor, operation: tf.Operation) -> bool:
 
 
 class _Watched:
-    """Stands for a variable where a gradient tape is told that it was read."""
+    """Stand-in for a variable whose read a gradient tape records."""
 
     def __init__(self, handle: tf.Tensor, trainable: bool) -> None:
         self.handle = handle

@@ -322,7 +322,8 @@ def check_mode(transfer: Any) -> None:
 def most_rows(found: Speed, workers_per_server: float, has_gpu: bool) -> int:
     """Rows up to which multiplying on the server takes no longer than sending the kernel; see the module."""
     rows = 2 * found.flops_per_sec / found.bytes_per_sec
-    # A lone worker gains by however slow a server, if that is as fast as the worker, which nobody has measured.
+    # For one worker per server the limit would be infinite. That assumes a server as fast as the worker, which is not
+    # measured.
     sharing = max(2.0, workers_per_server)
     return int(rows if has_gpu else rows * sharing / (sharing - 1))
 

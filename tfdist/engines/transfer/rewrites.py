@@ -184,7 +184,7 @@ class Product:
           device: where the kernel is.
 
         Returns:
-          What those who had been given `old` have been given instead.
+          Replacement for each consumer of `old`.
         """
         here, users, matrix = self.operation.device, self.old.consumers(), self.matrix
         with tf.device(here):

@@ -435,7 +435,7 @@ def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout
 
 
 def problems_of(answer: Mapping[str, Any], asked: Mapping[str, Any], here: Mapping[str, str]) -> list[str]:
-    """Reasons for which a host can't run its tasks, from its answer and from what is asked of it."""
+    """Reasons why a host can't run its tasks, from its answer and from its tasks."""
     found = []
     for name, version in here.items():
         there = answer["versions"].get(name)

@@ -293,7 +293,7 @@ class Attempt:
         return f"its host {host} can't be reached: {reason}" if reason else self._how(failed)
 
     def _advice(self, failed: Process) -> str:
-        """Says how a killed job goes on, if no launcher starts it again: a bug of the script would come again."""
+        """Advises on a killed job that no launcher starts again: a bug of the script would come again."""
         was_killed = (failed.returncode or 0) < 0 or self._host(failed.name) in self._unreachable
         if self._request.restarts.max_restarts or not was_killed:
             return ""

@@ -233,7 +233,7 @@ class EventLoop:
         self._idle_since[replica] = time
         if arrival.accepted and self._is_synchronous:
             self._waiting[arrival.number] = gradient
-            # It may not start before the update.
+            # The replica may not start before the update.
             self._refused.append((gradient, replica))
         elif arrival.accepted:
             self._waiting[arrival.number] = gradient
@@ -353,7 +353,7 @@ class EventLoop:
             self.gradients.outcome[gradient] = result.LOST
             self.gradients.arrived[gradient] = time
             self._under_way[replica] = -1
-            # Its step is given to another worker.
+            # The lost worker's step is given to another worker.
             self._left_in_epoch += 1
             self._idle_since[replica] = time
             self._refused.append((gradient, replica))

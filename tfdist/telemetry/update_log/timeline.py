@@ -13,7 +13,7 @@ from tfdist.telemetry.update_log import segments, summary
 from tfdist.telemetry.update_log.columns import Columns, Contributions, Events, Groups, Updates
 from tfdist.telemetry.update_log.records import EventKind, Header
 
-# Clocks of hosts differ: a training goes on if it makes updates so long after its end.
+# Clocks of hosts differ: a training has not ended if it makes updates so long after its end.
 _APART_SECS = 1.0
 
 

@@ -363,7 +363,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
         }
 
     def _route(self, answer: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
-        """Wraps an answer, so that whatever goes wrong is one line on the page and TensorBoard goes on."""
+        """Wraps an answer, so that any error is one line on the page and TensorBoard continues."""
 
         @wrappers.Request.application
         def respond(request: wrappers.Request) -> werkzeug.Response:

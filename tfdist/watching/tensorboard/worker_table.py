@@ -15,7 +15,7 @@ from tfdist.watching.tensorboard import level_of_detail
 
 # Times are those of so many gradients at most, the newest.
 _NEWEST = 1_000_000
-# More lanes than these don't fit a glance: then those that cost most are first, else they are in the order of names.
+# More lanes than these don't fit a glance: then the costliest are first, else they are in the order of names.
 _MOST_BY_NAME = 12
 
 
