@@ -13,7 +13,7 @@ from test_doctor import PortReservation
 import tfdist
 from tfdist.doctor import __main__ as doctor
 from tfdist.doctor import measure as doctor_measure
-from tfdist.doctor.measure import Link
+from tfdist.doctor.measure import MeasuredLink
 
 
 def clusters(ports: list[int]) -> list[tfdist.Cluster]:
@@ -87,8 +87,8 @@ def test_a_large_cluster_measures_few_links_of_each_task():
                 [],
                 [1],
                 [{}],
-                [{**vars(Link("a", "b", 0.0, 0.0))}],
-                [{**vars(Link("a", "b", 1.0, -1.0))}],
+                [{**vars(MeasuredLink("a", "b", 0.0, 0.0))}],
+                [{**vars(MeasuredLink("a", "b", 1.0, -1.0))}],
             )
         ),
     ],

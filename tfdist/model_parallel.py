@@ -92,7 +92,7 @@ def split(model: keras.Model, parts: int | None = None) -> keras.Model:
     return model
 
 
-def _parts(call: str, strategy: Any = None) -> replicas.Parts:
+def _parts(call: str, strategy: Any = None) -> replicas.ReplicaDevices:
     """Returns the devices of a strategy's replicas; raises ValueError if each has one device."""
     strategy = strategy or tf.distribute.get_strategy()
     parts = replicas.parts_of(strategy)

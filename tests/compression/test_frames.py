@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tfdist.compression import frames
 
-LAYOUT = frames.Layout.of([3, 0, 7])
+LAYOUT = frames.FrameLayout.of([3, 0, 7])
 
 
 def test_layouts_tell_tensors_of_other_shapes_apart():
-    assert frames.Layout.of([3, 7]) != frames.Layout.of([7, 3])
-    assert frames.Layout.of([3, 7]).num_values == 10
-    assert frames.Layout.of([2**40]).num_values == 2**40
+    assert frames.FrameLayout.of([3, 7]) != frames.FrameLayout.of([7, 3])
+    assert frames.FrameLayout.of([3, 7]).num_values == 10
+    assert frames.FrameLayout.of([2**40]).num_values == 2**40
 
 
 def test_a_frame_is_parsed_with_padding_behind_it():
@@ -57,6 +57,6 @@ def test_frames_of_other_codecs_and_tensors_are_refused():
     with pytest.raises(ValueError, match="another codec"):
         frames.parse(frame, 2, LAYOUT)
     with pytest.raises(ValueError, match="other tensors: 10 values against 4"):
-        frames.parse(frame, 1, frames.Layout.of([4]))
+        frames.parse(frame, 1, frames.FrameLayout.of([4]))
     with pytest.raises(ValueError, match="other shapes"):
-        frames.parse(frame, 1, frames.Layout.of([10]))
+        frames.parse(frame, 1, frames.FrameLayout.of([10]))

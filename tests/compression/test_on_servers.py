@@ -34,7 +34,7 @@ def test_codec_that_servers_lack_is_refused(codec: object, words: str) -> None:
 
 @pytest.mark.parametrize("codec", [TopK(0.3), TopK(0.3, momentum=0), SignSGD(), Threshold(0.5), Threshold()])
 def test_worker_and_server_give_what_the_codec_gives(codec: on_servers.gathered.GatheredCodec) -> None:
-    worker, server = on_servers.Server("worker:3"), on_servers.Server("ps:0")
+    worker, server = on_servers.CodecServer("worker:3"), on_servers.CodecServer("ps:0")
     encode, decode = on_servers.encode_request(codec, SPECS, "key"), on_servers.decode_request(codec, SPECS)
     tensors = [tf.reshape(each, spec.shape) for each, spec in zip(GRADIENTS, SPECS, strict=True)]
     state = codec.init(SPECS)
@@ -50,7 +50,7 @@ def test_worker_and_server_give_what_the_codec_gives(codec: on_servers.gathered.
 
 @pytest.mark.parametrize(("cut", "words"), [(slice(20), "truncated"), (slice(-1), "truncated")])
 def test_truncated_message_names_its_sender(cut: slice, words: str) -> None:
-    worker, server = on_servers.Server("worker:3"), on_servers.Server("ps:0")
+    worker, server = on_servers.CodecServer("worker:3"), on_servers.CodecServer("ps:0")
     message, sender = worker(on_servers.encode_request(SignSGD(), SPECS, "key"), *GRADIENTS)
     with pytest.raises(ValueError, match=f"the message of worker:3 can't be decoded: it is {words}"):
         server(on_servers.decode_request(SignSGD(), SPECS), message[cut], sender)
@@ -58,7 +58,7 @@ def test_truncated_message_names_its_sender(cut: slice, words: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_damaged_halves_name_their_sender(dtype: str) -> None:
-    worker, server = on_servers.Server("worker:3"), on_servers.Server("ps:0")
+    worker, server = on_servers.CodecServer("worker:3"), on_servers.CodecServer("ps:0")
     halves = np.asarray(tf.bitcast(tf.cast(tf.range(17), dtype), tf.uint8)).reshape(-1)
     message, sender = worker(on_servers.frame_request(SPECS), halves)
     content = on_servers.content_request(SPECS)
@@ -73,7 +73,7 @@ def test_damaged_halves_name_their_sender(dtype: str) -> None:
 
 
 def test_states_of_ended_optimizers_are_dropped() -> None:
-    server = on_servers.Server("worker:0")
+    server = on_servers.CodecServer("worker:0")
     server(on_servers.encode_request(SignSGD(), SPECS, "run/0/a"), *GRADIENTS)
     server(on_servers.encode_request(SignSGD(), SPECS, "run/1/a", ["run/0/"]), *GRADIENTS)
     assert list(server._states) == ["run/1/a"]
@@ -81,7 +81,7 @@ def test_states_of_ended_optimizers_are_dropped() -> None:
 
 
 def test_state_of_other_tensors_is_not_used() -> None:
-    server = on_servers.Server("worker:0")
+    server = on_servers.CodecServer("worker:0")
     server(on_servers.encode_request(SignSGD(), SPECS, "key"), *GRADIENTS)
     other = on_servers.encode_request(SignSGD(), SPECS[1:], "key")
-    np.testing.assert_array_equal(server(other, GRADIENTS[1])[0], on_servers.Server("w")(other, GRADIENTS[1])[0])
+    np.testing.assert_array_equal(server(other, GRADIENTS[1])[0], on_servers.CodecServer("w")(other, GRADIENTS[1])[0])

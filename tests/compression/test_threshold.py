@@ -154,7 +154,7 @@ def test_payloads_of_hostile_senders_are_refused_or_valid(kernels: native.Kernel
     """Checksums are right, as those of a sender are who wants to do harm."""
     rng = np.random.default_rng(5)
     codec, spec = Threshold(1.0), tf.TensorSpec([1000], tf.float32)
-    layout, refused = frames.Layout.of([1000]), 0
+    layout, refused = frames.FrameLayout.of([1000]), 0
     good = codec.encode([tf.constant((np.arange(1000) % 37 == 0) * 2.0, tf.float32)], codec.init([spec]))[0].numpy()
     for trial in range(300):
         payload = good[frames.HEADER_BYTES :].copy()

@@ -149,7 +149,7 @@ def test_payloads_of_hostile_senders_are_refused_or_valid(kernels: native.Kernel
         payload[rng.integers(0, 60, 2)] = rng.integers(0, 256, 2)
         if trial % 3 == 0:
             payload = rng.integers(0, 256, rng.integers(0, 60), np.uint8)
-        message = frames.build(codec.number, 0, frames.Layout.of([1000]), [payload])
+        message = frames.build(codec.number, 0, frames.FrameLayout.of([1000]), [payload])
         try:
             (total,) = codec.decode(tf.constant(message[None]), specs_of(gradient), ["worker:3"])
             assert np.isfinite(total).all()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.coordination import quorum_server as wire
-from tfdist.coordination.quorum_server import Act, Frames, Kind, ProtocolError, Report, Verdict
+from tfdist.coordination.quorum_server import Act, Frames, Kind, ProtocolError, Verdict, WorkerReport
 
 SECRET = b"the secret of this job"
 UINT64 = st.integers(0, 2**64 - 1)
@@ -19,9 +19,9 @@ UINT64 = st.integers(0, 2**64 - 1)
 
 @given(st.sampled_from(Act), st.integers(0, 2**32 - 1), UINT64, UINT64, st.floats(0, 1e9))
 def test_reports_come_back_as_they_were(act: Act, number: int, step: int, examples: int, secs: float):
-    report = Report(act, number, step, examples, secs)
+    report = WorkerReport(act, number, step, examples, secs)
     assert len(report.pack()) == wire.REPORT_BYTES
-    assert Report.unpack(report.pack()) == report
+    assert WorkerReport.unpack(report.pack()) == report
 
 
 @given(st.sampled_from(Kind), UINT64, st.binary(max_size=70), UINT64, st.floats(0, 1e9), st.floats(0, 1e9))
@@ -36,7 +36,7 @@ def test_verdicts_come_back_as_they_were(
 @given(st.binary(min_size=wire.REPORT_BYTES, max_size=wire.REPORT_BYTES))
 def test_any_frame_is_a_report_or_an_error(frame: bytes):
     with contextlib.suppress(ProtocolError):
-        assert Report.unpack(frame).pack() == frame
+        assert WorkerReport.unpack(frame).pack() == frame
 
 
 @given(st.binary(min_size=wire.CLAIM_BYTES, max_size=wire.CLAIM_BYTES))

@@ -14,7 +14,7 @@ import tfdist
 from tfdist import _sockets
 from tfdist.coordination import quorum_server as wire
 from tfdist.coordination.quorum_client import QuorumClient
-from tfdist.coordination.quorum_server import Act, Frames, QuorumServer, Report, Verdict
+from tfdist.coordination.quorum_server import Act, Frames, QuorumServer, Verdict, WorkerReport
 
 SECRET = b"the secret of this job"
 
@@ -67,7 +67,7 @@ def job(num_workers: int, spares: int) -> Iterator[Job]:
 def test_start_read_with_its_arrival_keeps_the_workers_time():
     with job(2, spares=1) as running:
         # The server reads both reports of a worker together, as after a pause of its thread.
-        reports = Report(Act.STARTED, 1, 0).pack() + Report(Act.ARRIVED, 1, 0, 4, 0.25).pack()
+        reports = WorkerReport(Act.STARTED, 1, 0).pack() + WorkerReport(Act.ARRIVED, 1, 0, 4, 0.25).pack()
         running.clients[1]._socket.sendall(reports)
         running.verdicts(0)
         update = running.server.update_of(1)

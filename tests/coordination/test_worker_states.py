@@ -14,7 +14,7 @@ from tfdist.coordination.worker_states import (
     PARTED,
     PARTED_SECS,
     STEP,
-    State,
+    WorkerStatus,
     never,
     parted,
     step_of,
@@ -24,20 +24,22 @@ from tfdist.coordination.worker_states import (
 ALL = ["worker:0", "worker:1", "worker:2"]
 
 
-def blocked(index: int, call: str, what: str = "", number: int = 0, secs: float = PARTED_SECS, **log: str) -> State:
+def blocked(
+    index: int, call: str, what: str = "", number: int = 0, secs: float = PARTED_SECS, **log: str
+) -> WorkerStatus:
     of_log = {int(key[1:]): text for key, text in log.items()}
-    return State(f"worker:{index}", call, what, number, secs, of_log)
+    return WorkerStatus(f"worker:{index}", call, what, number, secs, of_log)
 
 
 def test_state_is_the_same_after_its_way_as_text():
     state = blocked(1, "model.evaluate", "comparing the data sets", 7, n6="model.fit", n7="model.evaluate")
-    assert State.from_json("worker:1", state.to_json()) == state
+    assert WorkerStatus.from_json("worker:1", state.to_json()) == state
 
 
 @pytest.mark.parametrize("what", ["", "comparing the data sets"])
 def test_wait_for_worker_that_has_ended_names_it_and_remedy(what: str):
-    own, other = blocked(0, "model.evaluate", what, 3, secs=2), State("worker:1", ended=HAS_ENDED)
-    text = verdict(own, [other, State("worker:2")], ALL)
+    own, other = blocked(0, "model.evaluate", what, 3, secs=2), WorkerStatus("worker:1", ended=HAS_ENDED)
+    text = verdict(own, [other, WorkerStatus("worker:2")], ALL)
     assert text and "worker:1, which has ended" in text
     assert "every worker must call model.evaluate: remove the `if`" in text
 
@@ -46,36 +48,38 @@ def test_wait_for_worker_that_has_ended_names_it_and_remedy(what: str):
     ("call", "remedy"), [("", "must take part: "), ("the callback Resume", "must have the callback Resume: ")]
 )
 def test_remedy_fits_what_the_worker_waits_in(call: str, remedy: str):
-    text = verdict(blocked(0, call), [State("worker:1", ended=HAS_ENDED)], ALL)
+    text = verdict(blocked(0, call), [WorkerStatus("worker:1", ended=HAS_ENDED)], ALL)
     assert text and f"every worker {remedy}" in text
 
 
 def test_wait_for_worker_that_failed_by_another_names_that_one():
-    first = never(State("worker:0"), {"worker:2": LOST})
-    text = verdict(blocked(1, ""), [State("worker:0", ended=f"worker:0 ended with ConnectionError: {first}")], ALL)
+    first = never(WorkerStatus("worker:0"), {"worker:2": LOST})
+    text = verdict(
+        blocked(1, ""), [WorkerStatus("worker:0", ended=f"worker:0 ended with ConnectionError: {first}")], ALL
+    )
     assert text == first
 
 
 def test_wait_for_worker_that_raised_has_its_words():
     own = blocked(0, "model.evaluate", "comparing the data sets", 3)
-    text = verdict(own, [State("worker:1", ended="worker:1 ended with LookupError: my own words")], ALL)
+    text = verdict(own, [WorkerStatus("worker:1", ended="worker:1 ended with LookupError: my own words")], ALL)
     assert text and "worker:1 ended with LookupError: my own words" in text and "remove" not in text
 
 
 def test_wait_for_chief_goes_on_after_another_worker_ended():
     own = blocked(1, "model.save", "saving /x", secs=60)
-    assert verdict(own, [State("worker:0"), State("worker:2", ended=HAS_ENDED)], ["worker:0"]) is None
+    assert verdict(own, [WorkerStatus("worker:0"), WorkerStatus("worker:2", ended=HAS_ENDED)], ["worker:0"]) is None
 
 
 @pytest.mark.parametrize(
     "others",
     [
-        pytest.param([State("worker:1"), State("worker:2")], id="others work on their own"),
-        pytest.param([blocked(1, "model.fit"), State("worker:2")], id="one works on its own"),
+        pytest.param([WorkerStatus("worker:1"), WorkerStatus("worker:2")], id="others work on their own"),
+        pytest.param([blocked(1, "model.fit"), WorkerStatus("worker:2")], id="one works on its own"),
         pytest.param([blocked(1, "model.fit"), blocked(2, "model.fit", secs=PARTED_SECS - 1)], id="not long enough"),
     ],
 )
-def test_slow_worker_is_no_deadlock(others: list[State]):
+def test_slow_worker_is_no_deadlock(others: list[WorkerStatus]):
     assert verdict(blocked(0, "model.evaluate", "comparing the data sets", 3, secs=600), others, ALL) is None
 
 
@@ -123,7 +127,7 @@ def test_workers_in_parts_that_may_be_the_same_are_no_deadlock(parts: tuple[str,
     ],
     ids=["exchange", "save", "collective", "custom loop"],
 )
-def test_all_workers_in_different_calls_are_a_deadlock(alone: State, together: str):
+def test_all_workers_in_different_calls_are_a_deadlock(alone: WorkerStatus, together: str):
     others = [blocked(index, together) for index in (1, 2)]
     for own, rest in ((alone, others), (others[0], [alone, others[1]])):
         text = verdict(own, rest, ALL)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.cluster import Task
-from tfdist.coordination.worker_states import State
+from tfdist.coordination.worker_states import WorkerStatus
 from tfdist.engines.agreement import Agreement
 
 TASKS = [Task("worker", 0), Task("worker", 1)]
@@ -22,10 +22,10 @@ def agreement() -> Agreement:
 def test_state_after_the_end_is_not_published(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
     posted: list[str] = []
     monkeypatch.setattr(agreement, "post", lambda key, text: posted.append(text))
-    agreement._watch.post(State("worker:1", "model.fit"))
-    agreement._watch.post(State("worker:1", ended="has ended"))
+    agreement._watch.post(WorkerStatus("worker:1", "model.fit"))
+    agreement._watch.post(WorkerStatus("worker:1", ended="has ended"))
     # Of the thread that has begun to look before the end.
-    agreement._watch.post(State("worker:1", "model.fit"))
+    agreement._watch.post(WorkerStatus("worker:1", "model.fit"))
     assert len(posted) == 2 and "has ended" in posted[-1]
 
 

@@ -14,7 +14,7 @@ import pytest
 import tfdist
 from tfdist import engines
 from tfdist.engines.base import Engine
-from tfdist.engines.quorum import QuorumEngine, Sums
+from tfdist.engines.quorum import QuorumEngine, QuorumSums
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.policies.saved_state import SavedState
 from tfdist.strategies import multi_worker
@@ -84,7 +84,7 @@ def _threaded() -> Any:
 
 def _quorum() -> Any:
     nothing = lambda *given: None  # noqa: E731
-    engine = QuorumEngine(None, 0, _Client(), Sums(nothing), nothing, nothing, None)  # pyright: ignore
+    engine = QuorumEngine(None, 0, _Client(), QuorumSums(nothing), nothing, nothing, None)  # pyright: ignore
     engine.start()
     return engine
 

@@ -34,7 +34,7 @@ class Cluster:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.servers = [on_servers.Server(f"worker:{index}") for index in range(2)]
+        self.servers = [on_servers.CodecServer(f"worker:{index}") for index in range(2)]
         self.waits: list[str] = []
         self.largest = 0
         monkeypatch.setattr(server_calls, "call_server", self._call)
@@ -66,7 +66,7 @@ def test_states_are_moved_in_blocks_each_with_a_wait_of_its_own(monkeypatch: pyt
     assert not any(server._collected for server in cluster.servers)
 
     old, cluster.waits = cluster.servers, []
-    cluster.servers = [on_servers.Server(f"worker:{index}") for index in range(2)]
+    cluster.servers = [on_servers.CodecServer(f"worker:{index}") for index in range(2)]
     cluster.states.distribute(None, described, arrays)
     assert cluster.waits == ["worker:0"] * blocks[0] + ["worker:1"] * blocks[1]
     assert not any(server._restored for server in cluster.servers)
@@ -84,7 +84,7 @@ def test_state_of_a_process_replaced_between_blocks_is_empty(monkeypatch: pytest
     def replaced(timeout_secs: float, task: str, function: Callable[[], Any]) -> Any:
         answer = function()
         if task == "worker:0":
-            cluster.servers[0] = on_servers.Server("worker:0")
+            cluster.servers[0] = on_servers.CodecServer("worker:0")
         return answer
 
     monkeypatch.setattr(server_calls, "within", replaced)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.engines.streams import Parts, Shares, Streams
+from tfdist.engines.streams import ChiefStreamFeed, ShareFeed, Streams
 
 
 class World:
@@ -19,7 +19,7 @@ class World:
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
         self.forgotten: list[int] = []
-        self.feed = Shares(len(sizes), self._open, self.forgotten.append)
+        self.feed = ShareFeed(len(sizes), self._open, self.forgotten.append)
         self.used: list[tuple[int, int]] = []
 
     def _open(self, share: int, position: int) -> object:
@@ -83,7 +83,7 @@ def test_a_part_that_a_lost_worker_had_taken_is_given_out_again() -> None:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return batch
 
-    feed = Parts(read)
+    feed = ChiefStreamFeed(read)
     assert [feed.take(0), feed.take(1)] == ["a", "b"]
     feed.used(1)
     feed.release(0)
@@ -96,7 +96,7 @@ def test_an_error_of_the_data_is_for_the_worker_that_met_it() -> None:
     def read() -> list[str]:
         raise ValueError("no such file")
 
-    feed = Parts(read)
+    feed = ChiefStreamFeed(read)
     with pytest.raises(ValueError, match="no such file"):
         feed.take(0)
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import sharded_variable
 
 from tfdist.compat.keras import sharding
-from tfdist.step.contribution import Contribution, add_up, times
+from tfdist.step.contribution import ReplicaContribution, add_up, times
 from tfdist.tables import partitioned_variable
 from tfdist.tables.partitioned_variable import RowPieces, has_shards, partition
 
@@ -213,7 +213,7 @@ def test_rows_of_contributions_reach_their_shards_apart() -> None:
             tf.IndexedSlices(values[3:], tf.constant([5, 0], tf.int64)),
         ]
         pieces, one = RowPieces(gradients[:1], [(None, variable)]), tf.constant(1.0)
-        sent = [Contribution(pieces.split([each]), [], [], [], one, one) for each in gradients]
+        sent = [ReplicaContribution(pieces.split([each]), [], [], [], one, one) for each in gradients]
         [gradient] = pieces.joined(add_up(sent, pieces.devices).gradients)
         stock = lambda shard, function, args, kwargs, group: found.append(args[0])  # noqa: E731
         partitioned_variable.update_by_shards(stock, False, lambda: True)(

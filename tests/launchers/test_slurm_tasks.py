@@ -20,7 +20,7 @@ ENVIRONMENT = {
 
 
 def found(job, env, port=0):
-    return slurm_task.task_environment(slurm_task.Step.from_environment(env), job, port, env)
+    return slurm_task.task_environment(slurm_task.SlurmProcess.from_environment(env), job, port, env)
 
 
 def test_tasks_of_a_step():

@@ -132,7 +132,7 @@ def test_flags_may_have_dashes_and_stand_behind_the_profile(tmp_path, capsys, pr
 
 def test_a_measured_network_is_taken_from_a_file(tmp_path, capsys):
     links = tmp_path / "network.json"
-    links.write_text(doctor_measure.to_json([doctor_measure.Link("worker:0", "worker:1", 1.25e7, 1e-4)]))
+    links.write_text(doctor_measure.to_json([doctor_measure.MeasuredLink("worker:0", "worker:1", 1.25e7, 1e-4)]))
     assert cli.main(["advise", write(tmp_path), "--workers=2", f"--network={links}"]) == 0
     shown = capsys.readouterr().out
     assert "network: 1 measured links, the slowest 0.1 Gbit/s, 100 us" in shown
@@ -176,7 +176,7 @@ def write_log(tmp_path, secs=(0.1, 0.1)):
     writer = update_log.LogWriter(tmp_path / "updates", header)
     for step in range(40):
         time = 1.0 + max(secs) * step
-        gradients = [update_log.ContributionRecord(worker, time, time + own) for worker, own in enumerate(secs)]
+        gradients = [update_log.Contribution(worker, time, time + own) for worker, own in enumerate(secs)]
         writer.add(update_log.UpdateRecord(step + 1, time + max(secs), 0.1, 0.0, 64, 0, gradients))
     writer.close()
 
@@ -220,7 +220,7 @@ def test_workers_of_a_machine_share_its_cores(used):
 
 def test_the_local_machine_is_recognised_and_said(tmp_path, capsys):
     links = tmp_path / "network.json"
-    link = doctor_measure.Link("worker:0", "worker:1", 1.25e9, 1e-5)
+    link = doctor_measure.MeasuredLink("worker:0", "worker:1", 1.25e9, 1e-5)
     links.write_text(doctor_measure.to_json([link], is_one_machine=True))
     measured = dataclasses.replace(RESNET, fit_secs=RESNET.steps[1].secs, cores=2, cpu_secs=0.25)
     for given in ("local", str(links)):

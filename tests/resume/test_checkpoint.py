@@ -75,10 +75,12 @@ def test_tables_are_written_and_read_by_rows(tmp_path: pathlib.Path, monkeypatch
         value = np.arange(42).reshape(14, 3).astype(dtype)
         ranges = list(sharding.row_blocks(value.shape, value.itemsize))
         assert len(ranges) > 1
-        rows = checkpoint.Rows((14, 3), value.dtype, lambda value=value, ranges=ranges: (value[a:b] for a, b in ranges))
+        rows = checkpoint.RowBlocks(
+            (14, 3), value.dtype, lambda value=value, ranges=ranges: (value[a:b] for a, b in ranges)
+        )
         directory.save(Checkpoint(step, {}, (np.ones(2), rows, np.zeros(3))))
         found = directory.newest()
-        assert found is not None and isinstance(found.arrays[1], checkpoint.Rows)
+        assert found is not None and isinstance(found.arrays[1], checkpoint.RowBlocks)
         blocks = list(found.arrays[1].blocks())
         assert [len(block) for block in blocks] == [last - first for first, last in ranges]
         assert np.concatenate(blocks).tobytes() == np.asarray(found.arrays[1]).tobytes() == value.tobytes()

@@ -13,7 +13,7 @@ import tensorflow as tf
 from training import build_metrics
 
 from tfdist.passes import splitting
-from tfdist.step.contribution import Contribution, add_up
+from tfdist.step.contribution import ReplicaContribution, add_up
 from tfdist.step.split import SplitTrainStep
 
 RANDOM = np.random.default_rng(0)
@@ -52,17 +52,17 @@ class Halves:
         ]
         self.update = tf.function(self._update, autograph=False)
 
-    def _contribute_as(self, part: int) -> Callable[..., Contribution]:
+    def _contribute_as(self, part: int) -> Callable[..., ReplicaContribution]:
         return lambda x, y: self.step.contribute(splitting.cut((x, y), part, NUM_PARTS), splitting.rows((x, y)))
 
-    def _update(self, contributions: list[Contribution]) -> Any:
+    def _update(self, contributions: list[ReplicaContribution]) -> Any:
         total = add_up(contributions)
         self.step.update(total, num_contributions=len(contributions))
         for variable, count in zip(self.step.counters, total.counts, strict=True):
             variable.value.assign_add(tf.cast(count, variable.dtype))
         return self.step.logs(total)
 
-    def contribute(self, x: np.ndarray, y: np.ndarray) -> list[Contribution]:
+    def contribute(self, x: np.ndarray, y: np.ndarray) -> list[ReplicaContribution]:
         return [replica(tf.constant(x), tf.constant(y)) for replica in self.replicas]
 
     def __call__(self, x: np.ndarray, y: np.ndarray) -> Any:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from tfdist.telemetry.update_log import Contributions, Header, Updates
-from tfdist.telemetry.update_log.records import ContributionRecord, UpdateRecord
+from tfdist.policies import Contribution
+from tfdist.telemetry.update_log import Contributions, Header, UpdateRecord, Updates
 
 WORKERS = 3
 
@@ -40,7 +40,7 @@ def records(draw) -> list[UpdateRecord]:
     for more, secs, wait, examples, gradients in draw(ROWS):
         step, time = step + more, time + secs
         contributions = [
-            ContributionRecord(worker, time - ago - took, time - ago, outcome, staleness, float(not outcome), held)
+            Contribution(worker, time - ago - took, time - ago, outcome, staleness, float(not outcome), held)
             for worker, ago, took, outcome, staleness, held in gradients
         ]
         made.append(UpdateRecord(step, time, secs, wait, examples, step % 2, contributions))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tfdist.coordination.usage import Usage
 from tfdist.policies import Contribution, Outcome, Update
 from tfdist.telemetry.histogram import Histogram
-from tfdist.telemetry.recorder import Recorder, Sums
+from tfdist.telemetry.recorder import Recorder, RecorderSums
 from tfdist.telemetry.report import Interval, Report, with_usage
 from tfdist.telemetry.session import LogSink
 from tfdist.telemetry.update_log import Contributions, Header, LogWriter, Updates, read_logs
@@ -90,7 +90,7 @@ def test_threads_do_not_lose_counts() -> None:
     for thread in threads:
         thread.join(60)
     total = REPLICAS * rounds
-    assert recorder.sums() == Sums(
+    assert recorder.sums() == RecorderSums(
         total, 2 * total, (total, 0, 0, 0), (rounds,) * 4, float(total), 0.0, lost=(0,) * 4, staleness=0
     )
     assert recorder.report().bytes_sent == dict.fromkeys(NAMES, 0)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tfdist
-from tfdist.step.step_times import StepTimes
+from tfdist.step.step_times import StepClock
 from tfdist.telemetry.report import Report
 from tfdist.telemetry.update_log import Contributions, Updates, read_logs
 from tfdist.watching import snapshot
@@ -32,7 +32,7 @@ SECS = st.integers(1, 1000).map(lambda value: value / 1024)
 @given(st.lists(st.lists(st.tuples(SECS, SECS, SECS), min_size=3, max_size=3), min_size=1), SECS)
 def test_waits_are_differences_of_durations_and_no_clock_is_compared(rows: list, reduce: float) -> None:
     """Each worker sees the others' durations, and the ends of sums on its own clock, which may be anything."""
-    times, end, read = StepTimes(3, 1, "/device:CPU:0"), 1e6, []
+    times, end, read = StepClock(3, 1, "/device:CPU:0"), 1e6, []
     for parts in rows:
         busy = [sum(each) for each in parts]
         end += max(busy) + reduce
@@ -57,7 +57,7 @@ def test_waits_are_differences_of_durations_and_no_clock_is_compared(rows: list,
 
 @given(st.lists(st.tuples(SECS, SECS, SECS), min_size=2, max_size=2), st.integers(1, 9), st.booleans())
 def test_steps_of_one_sum_share_its_times_equally(parts: list, steps: int, begins: bool) -> None:
-    times, busy = StepTimes(2, 0, "/device:CPU:0"), [sum(each) for each in parts]
+    times, busy = StepClock(2, 0, "/device:CPU:0"), [sum(each) for each in parts]
     in_sum = 0.5 + max(busy) - busy[0]
     updates, gradients = times._steps(np.array([[1e6, in_sum, -steps if begins else steps, *np.ravel(parts)]]))
     assert times.take()[0] == 0 and len(updates) == steps
@@ -71,7 +71,7 @@ def test_steps_of_one_sum_share_its_times_equally(parts: list, steps: int, begin
 
 
 def test_steps_that_the_graph_has_no_room_for_are_counted() -> None:
-    times = StepTimes(2, None, "/device:CPU:0")
+    times = StepClock(2, None, "/device:CPU:0")
     times.capacity = 4
     count, rows, *_ = times.variables()
     rows.assign(tf.ones_like(rows))
@@ -165,7 +165,7 @@ def test_two_threads_collect_each_step_once(cpus: list[str], monkeypatch: pytest
     counted = strategy.report().updates
     inside: list[threading.Thread] = []
 
-    def take(times: StepTimes) -> tuple[int, Updates, Contributions]:
+    def take(times: StepClock) -> tuple[int, Updates, Contributions]:
         if inside:
             return 0, Updates.empty(), Contributions.empty()
         inside.append(threading.Thread(target=strategy.distribution.collect))
@@ -175,7 +175,7 @@ def test_two_threads_collect_each_step_once(cpus: list[str], monkeypatch: pytest
         assert inside[0].is_alive()
         return 3, Updates.empty(), Contributions.empty()
 
-    monkeypatch.setattr(StepTimes, "take", take)
+    monkeypatch.setattr(StepClock, "take", take)
     strategy.distribution.collect()
     inside[0].join(20)
     assert not inside[0].is_alive() and strategy.report().updates == counted + 3

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfdist.policies import Contribution
 from tfdist.telemetry.update_log import (
     EventKind,
     LocalFiles,
@@ -52,7 +53,7 @@ def as_records(timeline: Timeline) -> list[records.UpdateRecord]:
     for row, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
         time = updates.time[row].item()
         contributions = [
-            records.ContributionRecord(
+            Contribution(
                 each.worker.item(),
                 time + each.start.item(),
                 time + each.arrival.item(),

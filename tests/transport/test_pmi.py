@@ -28,12 +28,12 @@ class Exchange:
         return dict(self._stored)
 
 
-def alone() -> mpi.Server:
-    return mpi.Server("job-1", 0, ["here"], dict)
+def alone() -> mpi.PmiServer:
+    return mpi.PmiServer("job-1", 0, ["here"], dict)
 
 
 def test_the_questions_of_the_start_are_answered_as_pmi_1_has_it():
-    server = mpi.Server("job-1", 1, ["here", "here"], dict)
+    server = mpi.PmiServer("job-1", 1, ["here", "here"], dict)
     assert server.answer("cmd=init pmi_version=1 pmi_subversion=1\n") == (
         "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
     )
@@ -60,7 +60,7 @@ def test_libraries_find_each_other_over_their_sockets():
     exchange, cards = Exchange(3), {}
 
     def library(rank: int) -> None:
-        server = mpi.Server("job-1", rank, ["here"] * 3, exchange)
+        server = mpi.PmiServer("job-1", rank, ["here"] * 3, exchange)
         server.start()
         assert server.environment["PMI_RANK"] == str(rank) and server.environment["PMI_SIZE"] == "3"
         with socket.socket(fileno=os.dup(int(server.environment["PMI_FD"]))) as given, given.makefile("rw") as stream:
@@ -107,7 +107,7 @@ def test_places_that_need_too_long_a_value_are_not_told():
     places = [f"machine {number * 7919 % 400}" for number in range(400)]
     assert mpi.process_mapping(places) == "(vector,(0,400,1))"
     assert mpi.process_mapping([*places, *reversed(places)]) is None
-    server = mpi.Server("job", 0, [*places, *reversed(places)], dict)
+    server = mpi.PmiServer("job", 0, [*places, *reversed(places)], dict)
     assert "key_not_found" in server.answer("cmd=get kvsname=job key=PMI_process_mapping")
 
 

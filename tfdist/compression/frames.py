@@ -203,19 +203,19 @@ _CHECKSUM_AT = HEADER_BYTES - 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class FrameLayout:
     """Number of values in all tensors of a step, and a checksum of the number in each."""
 
     num_values: int
     checksum: int
 
     @classmethod
-    def of(cls, sizes: Sequence[int]) -> Layout:
+    def of(cls, sizes: Sequence[int]) -> FrameLayout:
         """Returns the layout of tensors of these sizes."""
         return cls(sum(sizes), zlib.crc32(struct.pack(f"<{len(sizes)}Q", *sizes)))
 
 
-def build(codec: int, flags: int, layout: Layout, payload: Sequence[bytes | np.ndarray]) -> np.ndarray:
+def build(codec: int, flags: int, layout: FrameLayout, payload: Sequence[bytes | np.ndarray]) -> np.ndarray:
     """Builds a frame.
 
     Args:
@@ -235,7 +235,7 @@ def build(codec: int, flags: int, layout: Layout, payload: Sequence[bytes | np.n
     return frame
 
 
-def parse(row: np.ndarray, codec: int, layout: Layout) -> tuple[int, np.ndarray]:
+def parse(row: np.ndarray, codec: int, layout: FrameLayout) -> tuple[int, np.ndarray]:
     """Checks a frame.
 
     Args:
@@ -266,7 +266,7 @@ def parse(row: np.ndarray, codec: int, layout: Layout) -> tuple[int, np.ndarray]
         raise ValueError(f"it has version {version} of the format, and this is {_VERSION}; use one version of tfdist")
     if sent_codec != codec:
         raise ValueError("it was encoded by another codec; use one codec on all workers")
-    if Layout(num_values, sizes) != layout:
+    if FrameLayout(num_values, sizes) != layout:
         raise ValueError(
             f"it is of other tensors: {num_values} values against {layout.num_values}, or of other shapes; use one "
             "model on all workers"

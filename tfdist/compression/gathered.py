@@ -45,7 +45,7 @@ class GatheredCodec(codec.Codec):
         self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: codec.State
     ) -> tuple[tf.Tensor, codec.State]:
         names = list(state)
-        layout, pool = frames.Layout.of(codec.sizes_of(specs)), frames.Pool()
+        layout, pool = frames.FrameLayout.of(codec.sizes_of(specs)), frames.Pool()
 
         def encode(*inputs: np.ndarray) -> list[np.ndarray]:
             gradients, values = inputs[: len(specs)], inputs[len(specs) :]
@@ -69,7 +69,7 @@ class GatheredCodec(codec.Codec):
         return [tf.cast(tf.reshape(total, spec.shape), spec.dtype) for total, spec in zip(flat, specs, strict=True)]
 
     def message_of(
-        self, gradients: Sequence[np.ndarray], state: Arrays, layout: frames.Layout, pool: frames.Pool
+        self, gradients: Sequence[np.ndarray], state: Arrays, layout: frames.FrameLayout, pool: frames.Pool
     ) -> tuple[np.ndarray, Arrays]:
         """Encodes arrays, as `encode` does tensors.
 
@@ -108,7 +108,7 @@ class GatheredCodec(codec.Codec):
         if len(rows) != len(senders):
             raise ValueError(f"each message needs the name of its sender. Received: {len(rows)} messages, {senders=}")
         sums = [pool.zeros(size) for size in sizes]
-        layout, is_finite = frames.Layout.of(sizes), True
+        layout, is_finite = frames.FrameLayout.of(sizes), True
         for row, sender in zip(rows, senders, strict=True):
             try:
                 flags, payload = frames.parse(row, self.number, layout)

@@ -133,7 +133,7 @@ def restore_request(prefix: str) -> bytes:
     return _request("restore", prefix=prefix)
 
 
-class Server:
+class CodecServer:
     """Answers the requests of steps in one server process; any thread may call it.
 
     Args:
@@ -261,8 +261,8 @@ class _Prepared:
         return {kind.__name__: kind for kind in _GATHERED}[name](**arguments)
 
     @functools.cached_property
-    def layout(self) -> frames.Layout:
-        return frames.Layout.of(self.content["sizes"])
+    def layout(self) -> frames.FrameLayout:
+        return frames.FrameLayout.of(self.content["sizes"])
 
 
 def _request(method: str, **content: Any) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from tfdist.coordination import quorum_server
 from tfdist.coordination import quorum_server as wire
-from tfdist.coordination.quorum_server import Act, Doing, Kind, ProtocolError, Report, Verdict
+from tfdist.coordination.quorum_server import Act, Doing, Kind, ProtocolError, Verdict, WorkerReport
 
 _CONNECT_SECS = 30.0
 _RETRY_SECS = 0.1
@@ -85,21 +85,21 @@ class QuorumClient:
 
     def want(self, number: int, step: int) -> None:
         """Reports that Keras asks for the update of `step`, in pass `number` over the data; `started` implies it."""
-        self._report(Report(Act.WANTED, number, step))
+        self._report(WorkerReport(Act.WANTED, number, step))
 
     def started(self, number: int, step: int) -> None:
         """Reports that Keras asks for the update, and that this worker starts to compute a contribution to it."""
-        self._report(Report(Act.STARTED, number, step))
+        self._report(WorkerReport(Act.STARTED, number, step))
 
     def arrived(self, number: int, step: int, examples: int, secs: float) -> None:
         """Reports that this worker has computed its contribution, from so many examples and in so many seconds."""
-        self._report(Report(Act.ARRIVED, number, step, examples, secs))
+        self._report(WorkerReport(Act.ARRIVED, number, step, examples, secs))
 
     def ended(self, number: int, step: int) -> None:
         """Reports that this worker's data have ended."""
-        self._report(Report(Act.ENDED, number, step))
+        self._report(WorkerReport(Act.ENDED, number, step))
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: WorkerReport) -> None:
         try:
             with self._sending:
                 self._socket.sendall(report.pack())
@@ -237,7 +237,7 @@ class QuorumClient:
                     self._hear(Verdict.unpack(frame))
                 if self._clock() - told >= quorum_server.STATUS_EVERY_SECS:
                     told = self._clock()
-                    self._report(Report(Act.ALIVE))
+                    self._report(WorkerReport(Act.ALIVE))
                 try:
                     data = self._socket.recv(_RECEIVE_BYTES)
                 except TimeoutError:

@@ -104,7 +104,7 @@ class Doing(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """A frame from a worker to the quorum server.
 
     Attributes:
@@ -126,7 +126,7 @@ class Report:
         return _REPORT.pack(self.act, self.number, self.step, self.examples, self.secs)
 
     @classmethod
-    def unpack(cls, frame: bytes) -> Report:
+    def unpack(cls, frame: bytes) -> WorkerReport:
         """Parses a frame.
 
         Raises:
@@ -444,7 +444,7 @@ class QuorumServer:
             if connection.worker is None and not self._introduce(connection):
                 return
             for frame in connection.frames.take_all(REPORT_BYTES):
-                self._handle(connection.worker or 0, Report.unpack(frame))
+                self._handle(connection.worker or 0, WorkerReport.unpack(frame))
         except (ProtocolError, ValueError) as error:
             if connection.worker is None:
                 # A worker with another secret then fails at once instead of trying again.
@@ -522,7 +522,7 @@ class QuorumServer:
 
     # Reports of the workers.
 
-    def _handle(self, worker: int, report: Report) -> None:
+    def _handle(self, worker: int, report: WorkerReport) -> None:
         now, step = self._clock(), self._policy.step
         if report.act == Act.ALIVE:
             return
@@ -551,7 +551,7 @@ class QuorumServer:
         else:
             self._arrived(worker, report, now)
 
-    def _arrived(self, worker: int, report: Report, now: float) -> None:
+    def _arrived(self, worker: int, report: WorkerReport, now: float) -> None:
         self._started.pop(worker, None)
         # STARTED and ARRIVED may be read together, if this thread or the network was slow: only the worker knows how
         # long it has computed.

@@ -2,7 +2,7 @@
 """States of workers that wait for each other, and the decision whether a wait can still end. No TensorFlow import.
 
 A call that needs all workers ends late if a worker is slow, and never if a worker has ended, or if all of them wait,
-each in another call. Each worker publishes its `State` while it waits; `verdict` tells these cases apart.
+each in another call. Each worker publishes its `WorkerStatus` while it waits; `verdict` tells these cases apart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEP, OUTSIDE = "a step", "outside of its steps"
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class WorkerStatus:
     """State of one worker.
 
     Attributes:
@@ -77,13 +77,13 @@ class State:
         return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if name != "task"})
 
     @classmethod
-    def from_json(cls, task: str, text: str) -> State:
+    def from_json(cls, task: str, text: str) -> WorkerStatus:
         """Returns the state of a task from text."""
         fields = json.loads(text)
         return cls(task, **{**fields, "log": {int(number): what for number, what in fields["log"].items()}})
 
 
-def verdict(own: State, others: Sequence[State], awaited: Sequence[str]) -> str | None:
+def verdict(own: WorkerStatus, others: Sequence[WorkerStatus], awaited: Sequence[str]) -> str | None:
     """Returns why this worker's wait can't end, in one line; None if it may end.
 
     Args:
@@ -100,7 +100,7 @@ def verdict(own: State, others: Sequence[State], awaited: Sequence[str]) -> str 
     return _of_parted(states)
 
 
-def _are_together(states: Sequence[State]) -> bool:
+def _are_together(states: Sequence[WorkerStatus]) -> bool:
     if len({state.place for state in states}) > 1:
         return False
     # Of a step whose collectives are not known, it may be any of them.
@@ -110,11 +110,11 @@ def _are_together(states: Sequence[State]) -> bool:
 
 
 def step_of(collectives: str) -> str:
-    """Returns the `State.part` of a step with these collectives, such as "2 sums", or with unknown ones for ""."""
+    """Returns the `WorkerStatus.part` of a step with these collectives, such as "2 sums", or with unknown ones for ""."""
     return f"{STEP} of {collectives}" if collectives else STEP
 
 
-def mismatch(own: State) -> str:
+def mismatch(own: WorkerStatus) -> str:
     """Returns the message for a collective for which another worker came with another one."""
     return (
         f"{own.doing or A_SUM} on {own.task}: the workers came to different collectives at the same time; every worker "
@@ -122,7 +122,7 @@ def mismatch(own: State) -> str:
     )
 
 
-def never(own: State, reasons: Mapping[str, str]) -> str:
+def never(own: WorkerStatus, reasons: Mapping[str, str]) -> str:
     """Returns the message for a wait for tasks that have ended or failed; `reasons` are by task."""
     wait = f"{own.doing} will never end" if own.what else "a sum over all workers will never come"
     # A worker that has failed because of another one shows that one.
@@ -130,7 +130,7 @@ def never(own: State, reasons: Mapping[str, str]) -> str:
     return f"{wait}, as some have ended or failed: {'; '.join(dict.fromkeys(shown))}"
 
 
-def _of_ended(own: State, ended: Sequence[State]) -> str:
+def _of_ended(own: WorkerStatus, ended: Sequence[WorkerStatus]) -> str:
     failed = {state.task: state.ended for state in ended if state.ended != HAS_ENDED}
     if failed:
         return never(own, failed)
@@ -140,7 +140,7 @@ def _of_ended(own: State, ended: Sequence[State]) -> str:
     return f"{doing} on {own.task} waits for {names}, which {verb}; {_remedy(own.call or doing)}"
 
 
-def _of_parted(states: Sequence[State]) -> str:
+def _of_parted(states: Sequence[WorkerStatus]) -> str:
     """Message for workers that wait in different calls, or parts of one: by their first exchange that differs."""
     if len({state.place for state in states}) == 1:
         return parted({state.task: state.doing_in_part for state in states})

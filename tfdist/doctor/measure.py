@@ -45,7 +45,7 @@ _MOST_PEERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """Bandwidth and latency from one task to another, in one direction."""
 
     source: str
@@ -63,7 +63,7 @@ def peers(tasks: Sequence[Task], task: Task) -> list[Task]:
     return [tasks[(own + distance) % count] for distance in distances]
 
 
-def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes: int) -> list[Link]:
+def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes: int) -> list[MeasuredLink]:
     """Measures, with all other tasks, which call this at the same time.
 
     Args:
@@ -89,14 +89,14 @@ def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes:
 
 def _take_turns(
     cluster: Cluster, answering: _Answering, deadline: float, link_secs: float, link_bytes: int
-) -> list[Link]:
+) -> list[MeasuredLink]:
     tasks = list(cluster.tasks)
     own = tasks.index(cluster.task)
     links = answering.wait_for("turn", deadline, tasks[own - 1]) if own else []
     for peer in peers(tasks, cluster.task):
         latency = _latency(cluster, peer, deadline)
         speed = _speed(cluster, peer, deadline, link_secs, link_bytes)
-        links.append(Link(str(cluster.task), str(peer), speed, latency))
+        links.append(MeasuredLink(str(cluster.task), str(peer), speed, latency))
     if own + 1 < len(tasks):
         _pass(cluster, tasks[own + 1], "turn", links, deadline)
         return answering.wait_for("done", deadline, tasks[-1])
@@ -142,14 +142,14 @@ def run(
     return 0
 
 
-def to_json(links: Sequence[Link], is_one_machine: bool = False) -> str:
+def to_json(links: Sequence[MeasuredLink], is_one_machine: bool = False) -> str:
     """Returns the content of a file that `parse` reads."""
     each = [dataclasses.asdict(link) for link in links]
     content = {"format": FORMAT, "version": VERSION, "one_machine": is_one_machine, "links": each}
     return json.dumps(content, indent=1) + "\n"
 
 
-def parse(text: str, name: str) -> tuple[list[Link], bool]:
+def parse(text: str, name: str) -> tuple[list[MeasuredLink], bool]:
     """Parses what `to_json` has returned.
 
     Returns:
@@ -172,12 +172,12 @@ def parse(text: str, name: str) -> tuple[list[Link], bool]:
     return links, given.get("one_machine") is True
 
 
-def _links(given: Any) -> list[Link]:
+def _links(given: Any) -> list[MeasuredLink]:
     """Returns the valid links; [] if one is invalid."""
     found = []
     for each in given if isinstance(given, list) else ():
         try:
-            link = Link(
+            link = MeasuredLink(
                 str(each["source"]), str(each["target"]), float(each["bytes_per_sec"]), float(each["latency_secs"])
             )
         except (TypeError, KeyError, ValueError):
@@ -188,7 +188,7 @@ def _links(given: Any) -> list[Link]:
     return found
 
 
-def summary(links: Sequence[Link]) -> str:
+def summary(links: Sequence[MeasuredLink]) -> str:
     """Returns one line: the slowest and the median link."""
     speeds = sorted(link.bytes_per_sec for link in links)
     latency = statistics.median(link.latency_secs for link in links)
@@ -254,7 +254,7 @@ def _speed(cluster: Cluster, task: Task, deadline: float, link_secs: float, link
         raise TimeoutError(f"{task} did not say how many bytes have arrived; see its own output") from None
 
 
-def _pass(cluster: Cluster, task: Task, kind: str, links: Sequence[Link], deadline: float) -> None:
+def _pass(cluster: Cluster, task: Task, kind: str, links: Sequence[MeasuredLink], deadline: float) -> None:
     with _connected(cluster, task, kind, deadline) as connection:
         connection.sendall(json.dumps([dataclasses.asdict(link) for link in links]).encode() + b"\n")
         connection.shutdown(socket.SHUT_WR)
@@ -270,7 +270,7 @@ class _Answering:
         self._listening = list(listening)
         self._deadline = deadline
         self._changed = threading.Condition()
-        self._passed: dict[str, list[Link]] = {}
+        self._passed: dict[str, list[MeasuredLink]] = {}
         self._is_closed = False
         self._threads = [threading.Thread(target=self._accept, args=(each,), daemon=True) for each in self._listening]
 
@@ -288,7 +288,7 @@ class _Answering:
         for thread in self._threads:
             thread.join(_CONNECT_SECS)
 
-    def wait_for(self, kind: str, deadline: float, task: Task) -> list[Link]:
+    def wait_for(self, kind: str, deadline: float, task: Task) -> list[MeasuredLink]:
         """Waits for the turn, or for the end, from another task."""
         with self._changed:
             if not self._changed.wait_for(lambda: kind in self._passed, max(0.0, deadline - time.monotonic())):

@@ -22,7 +22,7 @@ from tfdist.compat.tensorflow import replicas
 from tfdist.compat.tensorflow.coordinator import create_on_workers
 
 
-class Sums:
+class GradientSums:
     """One worker's sums of gradients; a worker that was lost begins with new ones.
 
     Args:
@@ -62,11 +62,11 @@ class Accumulation:
         with coordinator.strategy.scope():
             devices = [placement.reader_of(variable, "") for variable in self._variables]
         self._devices = devices
-        self.on_workers = create_on_workers(coordinator, lambda: Sums(shapes, dtypes, devices))
+        self.on_workers = create_on_workers(coordinator, lambda: GradientSums(shapes, dtypes, devices))
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
-        """Returns the specs of `Sums.handles`."""
+        """Returns the specs of `GradientSums.handles`."""
         return [tf.TensorSpec([], tf.resource)] * len(self._variables)
 
     @contextlib.contextmanager

@@ -7,8 +7,9 @@ the other's value.
 
 No wait for other workers continues when it can't end. Once a second a thread of each worker looks if the worker waits:
 in an exchange, in a sum (`joint`), or inside of a function of TensorFlow's with collectives. A worker that waits
-publishes its `State`, reads those of the others, and fails its wait if `worker_states.verdict` says that it can't end:
-an exchange or a sum by an exception, TensorFlow's collectives by aborting them. A worker that ends publishes that, too.
+publishes its `WorkerStatus` and reads those of the others. If `worker_states.verdict` says that its wait can't end, it
+fails it: an exchange or a sum by an exception, TensorFlow's collectives by aborting them. A worker that ends publishes
+that, too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
 from tfdist.coordination import stalls, usage, worker_states
 from tfdist.coordination.usage import Usage
-from tfdist.coordination.worker_states import State
+from tfdist.coordination.worker_states import WorkerStatus
 
 # Timeout of one read from the service, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000
@@ -88,7 +89,7 @@ _kept: list[Any] = []
 class _Wait:
     """A wait of this process for other workers: the user's call, its part, and the tasks that are waited for.
 
-    `failure` is why it can't end, once that is known; `part` is as in `State`.
+    `failure` is why it can't end, once that is known; `part` is as in `WorkerStatus`.
     """
 
     call: str
@@ -307,7 +308,7 @@ class Agreement:
           what: part of the user's call that is waited for; "" for a sum.
           number: of the exchange, if it has one.
           awaited: the tasks that are waited for; all others by default.
-          part: of a sum, see `State`.
+          part: of a sum, see `WorkerStatus`.
         """
         # Of a sum, which may be in a thread of TensorFlow's, the call is found if it is wanted.
         call, awaited = self.call if what else "", self._others if awaited is None else awaited
@@ -344,7 +345,7 @@ class Agreement:
 
     def failure_behind(self, error: BaseException) -> Exception | None:
         """Returns the reason for which a sum of TensorFlow's over all workers raised `error`, if it is known."""
-        own = State(str(self.task), self._main_call())
+        own = WorkerStatus(str(self.task), self._main_call())
         if isinstance(error, tf.errors.OpError) and (told := worker_states.PARTED.search(str(error))):
             # The worker that saw it first has aborted the collectives, and says so before it ends.
             return RuntimeError(told.group())
@@ -379,7 +380,7 @@ class Agreement:
           loss: the error of the connection.
           lost: names of the workers that it is about, if they are known.
         """
-        own, deadline = State(str(self.task), self._main_call()), time.monotonic() + _EXPLAIN_SECS
+        own, deadline = WorkerStatus(str(self.task), self._main_call()), time.monotonic() + _EXPLAIN_SECS
         try:
             while (found := self._watch.loss(own, self._others)) is None and time.monotonic() < deadline:
                 time.sleep(_PEEK_MS / 1000)
@@ -399,14 +400,14 @@ class Agreement:
         waits = self._waits[:]
         return waits[-1] if waits else None
 
-    def state(self, frame: FrameType | None = None, wait: _Wait | None = None) -> tuple[State, Sequence[Task]]:
+    def state(self, frame: FrameType | None = None, wait: _Wait | None = None) -> tuple[WorkerStatus, Sequence[Task]]:
         """Returns the state of this worker, and the tasks that it waits for; in any thread.
 
         Args:
           frame: the frame that is blocked in TensorFlow's runtime, if the main thread is, or waits for such a thread.
           wait: the wait to describe; the innermost one by default.
         """
-        own = State(str(self.task), log=self._log, ended=self._ended)
+        own = WorkerStatus(str(self.task), log=self._log, ended=self._ended)
         wait = wait or self.current_wait()
         if wait is not None:
             secs = time.monotonic() - wait.since
@@ -439,7 +440,7 @@ class Agreement:
         self.check()
         lost = self.lost()
         if lost:
-            raise ConnectionError(worker_states.never(State(str(self.task)), lost))
+            raise ConnectionError(worker_states.never(WorkerStatus(str(self.task)), lost))
 
     def lost(self) -> dict[str, str]:
         """Returns how other workers have failed, by name, as far as the service knows.
@@ -535,7 +536,7 @@ class Agreement:
         with contextlib.suppress(ConnectionError):
             # Storing has no time limit.
             if self._service_answers():
-                self._watch.post(State(str(self.task), ended=how))
+                self._watch.post(WorkerStatus(str(self.task), ended=how))
 
     def close(self) -> None:
         """Ends the threads, after which this worker makes no more calls; may be called again."""
@@ -593,7 +594,7 @@ class _Watch:
         self._posting, self._has_ended = threading.Lock(), False
         self._beat, self._is_posted, self._looks = 0, False, 0
         # Of each other worker the last beat and state that this wait has read, and the look at which they were new.
-        self._read: dict[str, tuple[int, State, int]] = {}
+        self._read: dict[str, tuple[int, WorkerStatus, int]] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist workers", daemon=True)
 
@@ -608,7 +609,7 @@ class _Watch:
         if self._thread.is_alive():
             self._thread.join(_END_SECS)
 
-    def post(self, state: State) -> None:
+    def post(self, state: WorkerStatus) -> None:
         """Publishes a state of this worker; none after that of its end."""
         with self._posting:
             self._has_ended = self._has_ended or bool(state.ended)
@@ -617,15 +618,15 @@ class _Watch:
             self._beat += 1
             self._agreement.post(f"state/{state.task}", json.dumps([self._beat, state.to_json()]))
 
-    def read(self, task: str) -> tuple[int, State] | None:
+    def read(self, task: str) -> tuple[int, WorkerStatus] | None:
         """Returns the last state that a worker has published, with its beat; None if there is none."""
         text = self._agreement.peek(f"state/{task}", _STATE_MS)
         if text is None:
             return None
         beat, state = json.loads(text)
-        return beat, State.from_json(task, state)
+        return beat, WorkerStatus.from_json(task, state)
 
-    def states(self) -> list[State]:
+    def states(self) -> list[WorkerStatus]:
         """Returns the states of the others, where one that was not renewed for some looks is of no wait."""
         found = []
         for task in self._others:
@@ -633,12 +634,12 @@ class _Watch:
             if new and (known is None or new[0] != known[0]):
                 # The first one of a wait may be old.
                 known = self._read[task] = (*new, self._looks if known else -_FRESH_LOOKS)
-            _, state, at = known or (0, State(task), -_FRESH_LOOKS)
+            _, state, at = known or (0, WorkerStatus(task), -_FRESH_LOOKS)
             is_fresh = self._looks - at < _FRESH_LOOKS
             found.append(state if is_fresh or state.ended else dataclasses.replace(state, blocked_secs=0.0))
         return found
 
-    def loss(self, own: State, awaited: Sequence[Task]) -> Exception | None:
+    def loss(self, own: WorkerStatus, awaited: Sequence[Task]) -> Exception | None:
         """Returns an exception that names those of the awaited tasks that have ended or failed; None if none has.
 
         Raises:
@@ -689,7 +690,7 @@ class _Watch:
             self._has_aborted = True
             self._agreement.abort(error)
 
-    def _error(self, own: State, awaited: Sequence[Task]) -> Exception | None:
+    def _error(self, own: WorkerStatus, awaited: Sequence[Task]) -> Exception | None:
         self._looks += 1
         if self._agreement._service_answers():
             self.post(own)

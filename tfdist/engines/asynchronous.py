@@ -39,7 +39,7 @@ from tfdist.compat.tensorflow import coordinator, python_operation
 from tfdist.coordination import lost_servers, stalls
 from tfdist.engines import worker_function
 from tfdist.engines.base import Engine
-from tfdist.engines.step_queue import Step as QueuedStep
+from tfdist.engines.step_queue import QueuedStep as QueuedStep
 from tfdist.engines.step_queue import StepQueue
 from tfdist.engines.transfer import plan
 from tfdist.engines.worker_function import Program, Programs
@@ -149,7 +149,7 @@ class AsynchronousEngine(Engine):
         program_for = self._programs_of(step, (handle,), {})
         if step.kind == "predict":
             predicting = program_for(False, False)
-            return lambda iterator, handle: predicting.rebuild(self._predict(predicting, iterator.feed))
+            return lambda iterator, handle: predicting.rebuild(self._predict(predicting, iterator.feed))  # type: ignore[arg-type]
         trains = step.kind == "train"
         # Before anything of the data is read: most passes that train are fed by the workers.
         program_for(trains, False)

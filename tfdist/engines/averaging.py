@@ -37,7 +37,7 @@ from tfdist.engines.base import Engine
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, DistributedDataset
-from tfdist.passes.shares import Part, Sum
+from tfdist.passes.shares import ReplicaPart, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import replicas, step_times
 from tfdist.step.step import Step
@@ -69,7 +69,7 @@ class AveragingEngine(Engine):
         sum_over_workers: Sum,
         num_workers: int,
         prepare: Callable[[keras.Model], None],
-        times: step_times.StepTimes,
+        times: step_times.StepClock,
         sum_differences: Callable[[], optimizers.SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
@@ -277,7 +277,7 @@ def is_plain(dataset: Any, options: Any) -> bool:
     return options is None and isinstance(dataset, tf.data.Dataset) and tf.executing_eagerly()
 
 
-def parts_of_replicas(handle: handles.BatchHandle, replicas: Sequence[int], num_replicas: int) -> list[Part]:
+def parts_of_replicas(handle: handles.BatchHandle, replicas: Sequence[int], num_replicas: int) -> list[ReplicaPart]:
     """Returns the parts of a batch that the replicas of this worker train on.
 
     Args:
@@ -289,7 +289,7 @@ def parts_of_replicas(handle: handles.BatchHandle, replicas: Sequence[int], num_
     if handle.kind.form == _WHOLE:
         with tf.device("/device:CPU:0"):
             total = splitting.rows(content)
-            return [Part(splitting.cut(content, replica, num_replicas), total) for replica in replicas]
+            return [ReplicaPart(splitting.cut(content, replica, num_replicas), total) for replica in replicas]
     rows = [splitting.rows(batch) for batch in content]
     is_all = len(rows) == num_replicas and None not in rows
-    return [Part(batch, tf.add_n(rows) if is_all else None) for batch in content]
+    return [ReplicaPart(batch, tf.add_n(rows) if is_all else None) for batch in content]

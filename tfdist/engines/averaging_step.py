@@ -30,7 +30,7 @@ from tfdist.compat.keras.optimizers import (
 )
 from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.passes import splitting
-from tfdist.passes.shares import Part, Sum
+from tfdist.passes.shares import ReplicaPart, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import contribution, losses, one_replica, step_times
 from tfdist.step.losses import ReplicaLosses
@@ -88,7 +88,7 @@ class Average:
         policy: ParameterAveraging,
         sum_over_workers: Sum,
         num_workers: int,
-        times: step_times.StepTimes,
+        times: step_times.StepClock,
         sum_differences: Callable[[], SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
@@ -348,7 +348,7 @@ def _counters(model: keras.Model) -> list[Any] | None:
 
 
 def step_alone(
-    strategy: Any, step: Step, parts: Sequence[Part], hand_in: Callable[[Sequence[Any], int], None]
+    strategy: Any, step: Step, parts: Sequence[ReplicaPart], hand_in: Callable[[Sequence[Any], int], None]
 ) -> list[Any]:
     """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
 
@@ -382,7 +382,7 @@ def _step(
     strategy: Any,
     step: Step,
     model: keras.Model,
-    part: Part,
+    part: ReplicaPart,
     index: int,
     batch: Any,
     may_be_empty: bool,
@@ -403,7 +403,7 @@ def _step(
             return step.function(batch)
 
 
-def share(part: Part, num_replicas: int) -> tf.Tensor | float:
+def share(part: ReplicaPart, num_replicas: int) -> tf.Tensor | float:
     """The part of the global batch, 0 to 1, that a replica has; equal parts where it is unknown."""
     rows = splitting.rows(part.batch)
     # In a graph parts have a known size only where all have the same; outside every size is known.
@@ -477,7 +477,7 @@ def _variables(model: keras.Model) -> list[Any]:
     return [*one_replica.variables_of(model), *trained]
 
 
-def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> contextlib.AbstractContextManager:
+def _keeping(losses: ReplicaLosses, part: ReplicaPart | None, index: int) -> contextlib.AbstractContextManager:
     """Restores metrics and statistics after a step without examples; None is a part that has some."""
     if part is None:
         return contextlib.nullcontext()
@@ -490,7 +490,7 @@ def _keeping(losses: ReplicaLosses, part: Part | None, index: int) -> contextlib
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class AveragedVariables:
     """Keras variables of a model and its optimizers, by what an average does to them.
 
     Attributes:
@@ -511,7 +511,7 @@ class State:
         return [*self.parameters, *self.others]
 
 
-def sort_state(model: keras.Model, optimizer_state: str) -> State:
+def sort_state(model: keras.Model, optimizer_state: str) -> AveragedVariables:
     """Sorts a model's variables.
 
     Besides the parameters these are always averaged: statistics of layers; of the optimizers moving averages of the
@@ -544,7 +544,7 @@ def sort_state(model: keras.Model, optimizer_state: str) -> State:
     local = slots if optimizer_state == "local" else []
     reset = _reset(inner, slots) if optimizer_state == "reset" else []
     taken = _identities(parameters)
-    return State(parameters, [v for v in _unique(others) if id(v) not in taken], local, reset)
+    return AveragedVariables(parameters, [v for v in _unique(others) if id(v) not in taken], local, reset)
 
 
 def _kept(optimizer: Any) -> list[Any]:

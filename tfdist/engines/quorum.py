@@ -90,7 +90,7 @@ class QuorumEngine(Engine):
         strategy: tf.distribute.Strategy,
         worker: int,
         client: QuorumClient,
-        sums: Sums,
+        sums: QuorumSums,
         prepare: Callable[[keras.Model], None],
         record: Callable[[Update, int], None],
         agreement: Agreement,
@@ -373,7 +373,7 @@ class PartIterator(handles.HandleIterator):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class QuorumSums:
     """Functions by which a quorum all-reduce sums.
 
     Attributes:
@@ -399,7 +399,7 @@ class QuorumStep:
       specs: of a flat contribution.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, step: Step, element_spec: Any, sums: Sums) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, step: Step, element_spec: Any, sums: QuorumSums) -> None:
         self._strategy = strategy
         self._sums = sums
         self._replica = replicas.in_sync_group(strategy, 0)
@@ -408,7 +408,7 @@ class QuorumStep:
         self._user_step = step
         divisor = 1 if losses.has_own_loss(step) else count
         self._step = SplitTrainStep(step, count, divisor, transforms=transforms.of(strategy))
-        self._template: contribution.Contribution | None = None
+        self._template: contribution.ReplicaContribution | None = None
         specs = [tf.data.IteratorSpec(element_spec)]
         self._contribute = self._step.settled(lambda: one_replica.trace(strategy, self._contribute_next, specs))
         self.specs = [tf.TensorSpec(output.shape, output.dtype) for output in self._contribute.outputs[1:]]
@@ -458,7 +458,9 @@ class QuorumStep:
                 counter.assign(count)
             return self._step.logs(total, total.counts)
 
-    def _add_up(self, own: contribution.Contribution, left_out: Sequence[int] = ()) -> contribution.Contribution:
+    def _add_up(
+        self, own: contribution.ReplicaContribution, left_out: Sequence[int] = ()
+    ) -> contribution.ReplicaContribution:
         """Returns the sum over all workers; None for the gradients of these indices."""
         sparse = {index for index, each in enumerate(own.gradients) if isinstance(each, tf.IndexedSlices)}
         dense = [index for index in range(len(own.gradients)) if index not in sparse and index not in left_out]
@@ -472,7 +474,9 @@ class QuorumStep:
             gradients[index] = self._add_up_rows(own.gradients[index], variables[index].shape)
         return sums._replace(gradients=gradients)
 
-    def _add_up_encoded(self, own: contribution.Contribution, sum_gradients: SumGradients) -> contribution.Contribution:
+    def _add_up_encoded(
+        self, own: contribution.ReplicaContribution, sum_gradients: SumGradients
+    ) -> contribution.ReplicaContribution:
         """Does the same in two rounds: a codec keeps parts of the gradients that the optimizer is given in the end.
 
         Where `apply` is in a conditional, gradients are summed as they are: what is sent while no worker applies would
@@ -528,7 +532,7 @@ class QuorumStep:
         with tf.device(self._device), tf.distribute.ReplicaContext(self._strategy, self._replica):
             yield
 
-    def _pack(self, flat: Sequence[tf.Tensor]) -> contribution.Contribution:
+    def _pack(self, flat: Sequence[tf.Tensor]) -> contribution.ReplicaContribution:
         return tf.nest.pack_sequence_as(self._template, flat, expand_composites=True)
 
 

@@ -59,7 +59,7 @@ from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.step import gradients as gradient_transforms
 from tfdist.step import one_replica, rehearsal
-from tfdist.step.contribution import Contribution, add_up, weigh
+from tfdist.step.contribution import ReplicaContribution, add_up, weigh
 from tfdist.step.logs import Packing
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step import Step
@@ -388,7 +388,7 @@ class RoundStep:
             arrives_at_update=True,
         )
         self._is_weighted = is_weighted
-        self._template: Contribution | None = None
+        self._template: ReplicaContribution | None = None
         self._bundles: Bundles | encoding.EncodedBundles | None = None
         self._rows = RowPieces([], [])
         self._home = ""
@@ -492,7 +492,7 @@ class RoundStep:
         self._place(contribution)
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
 
-    def _place(self, contribution: Contribution) -> None:
+    def _place(self, contribution: ReplicaContribution) -> None:
         """Chooses the devices of a contribution: those of the variables and shards, and the first one for the rest."""
         self._template = contribution
         self._home = (self._rows.devices or [SERVER_DEVICE])[0]
@@ -504,7 +504,7 @@ class RoundStep:
         groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices)
         self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
 
-    def _destinations(self, contribution: Contribution) -> list[str]:
+    def _destinations(self, contribution: ReplicaContribution) -> list[str]:
         destinations: list[str] = []
         for gradient, device in zip(contribution.gradients, self._rows.devices, strict=True):
             destinations += [device] * len(tf.nest.flatten(gradient, expand_composites=True))
@@ -540,7 +540,9 @@ class RoundStep:
                 variable.value.assign_add(tf.cast(count, variable.dtype))
             return self._packing.pack(self._step.logs(total))
 
-    def _arrived(self, contribution: Contribution, weight: Any, staleness: Any, count: int) -> Contribution:
+    def _arrived(
+        self, contribution: ReplicaContribution, weight: Any, staleness: Any, count: int
+    ) -> ReplicaContribution:
         with self._as_replica(self._home):
             joined = contribution._replace(gradients=self._rows.joined(contribution.gradients))
             found = self._step.arrived(joined, weight, staleness, count, is_scaled=self._encoding is None)
@@ -549,7 +551,7 @@ class RoundStep:
     def _as_replica(self, device: str) -> Any:
         return one_replica.replica_on(self._strategy, device)
 
-    def _pack(self, flat: Sequence[tf.Tensor]) -> Contribution:
+    def _pack(self, flat: Sequence[tf.Tensor]) -> ReplicaContribution:
         return tf.nest.pack_sequence_as(self._template, self._bundles.unpack(flat), expand_composites=True)
 
 

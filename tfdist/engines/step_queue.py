@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.tensorflow import coordinator as closures
-from tfdist.engines.accumulation import Sums
+from tfdist.engines.accumulation import GradientSums
 from tfdist.engines.worker_function import Program
 from tfdist.passes.worker_pass import Batch, Feed, WorkerFeed
 from tfdist.policies import Contribution, Outcome, Update
@@ -75,9 +75,9 @@ class StepQueue:
         self.stall_timeout_secs = stall_timeout_secs
         self._progressed_at = clock()
         self._changed = threading.Condition()
-        self.pending: set[Step] = set()
+        self.pending: set[QueuedStep] = set()
         self.has_news = False
-        self._handed_back: collections.deque[Step] = collections.deque()
+        self._handed_back: collections.deque[QueuedStep] = collections.deque()
         self._error: BaseException | None = None
         self._logs_due_at = 0.0
         self._logs_on_their_way = False
@@ -178,7 +178,7 @@ class StepQueue:
 
     # Queuing and running.
 
-    def put(self, step: Step, needs_logs: bool | None = None) -> bool:
+    def put(self, step: QueuedStep, needs_logs: bool | None = None) -> bool:
         """Queues a step; only the main thread may call it.
 
         Args:
@@ -203,7 +203,7 @@ class StepQueue:
         self._schedule(step)
         return step.wants_logs
 
-    def _schedule(self, step: Step) -> None:
+    def _schedule(self, step: QueuedStep) -> None:
         """Schedules a closure. Main thread only: the coordinator waits for closures, and raises their errors, there."""
         feed, accumulation = step.feed, step.program.accumulation
         try:
@@ -216,7 +216,7 @@ class StepQueue:
             self.forget_steps()
             raise
 
-    def _execute(self, step: Step, iterator_on_worker: Any, sums: Sums | None) -> None:
+    def _execute(self, step: QueuedStep, iterator_on_worker: Any, sums: GradientSums | None) -> None:
         """Runs a step; in the thread of the worker that took it."""
         worker, feed = closures.thread.worker, step.feed
         with self._changed:
@@ -241,7 +241,7 @@ class StepQueue:
             closures.clear_error()
             self._finish(step, worker, error=error)
 
-    def _lose(self, step: Step, worker: int) -> None:
+    def _lose(self, step: QueuedStep, worker: int) -> None:
         """Notes the loss of the worker; the coordinator will reschedule the step."""
         with self._changed:
             if worker not in self._lost:
@@ -272,7 +272,9 @@ class StepQueue:
                 self._error, self.has_news = self._error or error, True
             self._changed.notify_all()
 
-    def _run(self, step: Step, worker: int, count: int, iterator_on_worker: Any, sums: Sums | None) -> None:
+    def _run(
+        self, step: QueuedStep, worker: int, count: int, iterator_on_worker: Any, sums: GradientSums | None
+    ) -> None:
         feed, inputs, batch = step.feed, step.tensors, None
         if isinstance(feed, WorkerFeed):
             if feed.in_step:
@@ -299,7 +301,7 @@ class StepQueue:
         else:
             self._hand_on(step, worker, made, count)
 
-    def _batch(self, step: Step, iterator_on_worker: Any) -> list[Any] | None:
+    def _batch(self, step: QueuedStep, iterator_on_worker: Any) -> list[Any] | None:
         """Takes the next batch of the worker; None if it has no data left."""
         batch = iterator_on_worker.get_next_as_optional()
         if not bool(batch.has_value()):
@@ -310,7 +312,7 @@ class StepQueue:
         return tf.nest.flatten(batch.get_value(), expand_composites=True)
 
     def _finish(
-        self, step: Step, worker: int, made: MadeSteps | None = None, error: BaseException | None = None
+        self, step: QueuedStep, worker: int, made: MadeSteps | None = None, error: BaseException | None = None
     ) -> None:
         values = None if made is None else made.values
         with self._changed:
@@ -334,7 +336,7 @@ class StepQueue:
                 resolve(step.result, values)
             self._changed.notify_all()
 
-    def _hand_on(self, step: Step, worker: int, made: MadeSteps, count: int) -> None:
+    def _hand_on(self, step: QueuedStep, worker: int, made: MadeSteps, count: int) -> None:
         """Leaves the rest of an execution to another worker: this one is at the end of its share."""
         with self._changed:
             self._finished += 1
@@ -344,7 +346,7 @@ class StepQueue:
                     self._count_updates(step, worker, made, self._clock())
         self._hand_back(step, worker)
 
-    def _count_updates(self, step: Step, worker: int, made: MadeSteps, now: float) -> None:
+    def _count_updates(self, step: QueuedStep, worker: int, made: MadeSteps, now: float) -> None:
         num_updates = len(made.staleness)
         # Of several steps in one execution, the times of the first start and of the last end are known.
         secs = (now - step.started_at) / num_updates
@@ -363,7 +365,7 @@ class StepQueue:
 
     # The end of the data.
 
-    def _hand_back(self, step: Step, worker: int) -> None:
+    def _hand_back(self, step: QueuedStep, worker: int) -> None:
         """Reschedules a step of a worker without data for another worker; ends it if no worker has data."""
         feed: Any = step.feed
         with self._changed:
@@ -383,7 +385,7 @@ class StepQueue:
                 self._changed.notify_all()
         self._park(worker)
 
-    def _no_worker_has_data(self, step: Step) -> bool:
+    def _no_worker_has_data(self, step: QueuedStep) -> bool:
         feed = step.feed
         return isinstance(feed, WorkerFeed) and len(feed.exhausted | self._gone()) == self._num_workers
 
@@ -391,7 +393,7 @@ class StepQueue:
         """Returns the workers that are lost now, those that the coordinator lost between two steps included."""
         return self._lost | closures.lost_workers(self._coordinator)
 
-    def _drop(self, step: Step) -> None:
+    def _drop(self, step: QueuedStep) -> None:
         self.pending.discard(step)
         if step.wants_logs:
             self._logs_on_their_way = False
@@ -414,7 +416,7 @@ class StepQueue:
 
 
 @dataclasses.dataclass(eq=False)
-class Step:
+class QueuedStep:
     """Program and batch of a step, and the futures of its result.
 
     Attributes:
@@ -487,7 +489,9 @@ class MadeSteps:
 _ESTIMATED = (None,)
 
 
-def make_steps(program: Program, count: int, wants_values: bool, inputs: Sequence[Any], sums: Sums | None) -> MadeSteps:
+def make_steps(
+    program: Program, count: int, wants_values: bool, inputs: Sequence[Any], sums: GradientSums | None
+) -> MadeSteps:
     """Makes steps on the worker of the calling thread, one after the other.
 
     Args:

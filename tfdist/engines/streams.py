@@ -39,6 +39,7 @@ from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunctio
 from tfdist.passes.worker_pass import WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.step import gradients
+from tfdist.step.step import Step
 from tfdist.transforms import ARRIVAL
 
 
@@ -67,7 +68,7 @@ class StreamEngine(rounds.RoundEngine):
         """See `RoundEngine.distribute_own`; the batches are read in parts."""
         return WorkerDatasetFromFunction(self, datasets, self.num_parts)
 
-    def prepare(self, step: Callable[..., Any], element_spec: Any) -> RoundStep:
+    def prepare(self, step: Step, element_spec: Any) -> RoundStep:
         """See `RoundEngine.prepare`."""
         return RoundStep(
             self._strategy,
@@ -130,9 +131,9 @@ class StreamEngine(rounds.RoundEngine):
     def _feed_of(self, iterator: WorkerIterator) -> Feed:
         feed, dataset = iterator.decide(by_chief=False), iterator.dataset
         if isinstance(feed, worker_pass.ChiefFeed):
-            return Parts(lambda: self._read(feed, iterator.element_spec))
+            return ChiefStreamFeed(lambda: self._read(feed, iterator.element_spec))
         if dataset.is_shared_out:
-            return Shares(self._count, dataset.open_shares(), dataset.forget_shares)
+            return ShareFeed(self._count, dataset.open_shares(), dataset.forget_shares)
         return Streams(lambda worker: feed.taken.update([worker]))
 
     def _on_workers(self, iterator: WorkerIterator, parts: Any) -> Any:
@@ -282,7 +283,7 @@ class Streams(Feed):
             return worker not in self._at_end
 
 
-class Shares(Feed):
+class ShareFeed(Feed):
     """Shares of the data, each read by one worker at a time.
 
     Args:
@@ -344,7 +345,7 @@ class Shares(Feed):
         self._forget(worker)
 
 
-class Parts(Feed):
+class ChiefStreamFeed(Feed):
     """Parts of batches that the chief reads.
 
     Args:

@@ -43,7 +43,7 @@ from tfdist.passes.handle import BatchHandle, registry
 from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.policies.base import Aggregation, Update
 from tfdist.step import gradients, losses, one_replica
-from tfdist.step.contribution import Contribution, add_up
+from tfdist.step.contribution import ReplicaContribution, add_up
 from tfdist.step.logs import Packing
 from tfdist.step.replicas import build_optimizer
 from tfdist.step.split import SplitTrainStep
@@ -273,7 +273,7 @@ class ThreadedStep:
         self._step = SplitTrainStep(
             step, len(self._devices), divisor, can_take_maxima=True, transforms=gradients.of(strategy)
         )
-        self._template: Contribution | None = None
+        self._template: ReplicaContribution | None = None
         # Devices of a flat contribution.
         self._homes: list[str] = []
         flat = tf.nest.flatten(element_spec, expand_composites=True)
@@ -348,7 +348,7 @@ class ThreadedStep:
         with one_replica.replica_on(self._strategy, self._devices[0]), _updating_all(self._step.model):
             return placement.followed_by_strategy(self._strategy, self._apply)(contributions)
 
-    def _apply(self, contributions: Sequence[Contribution]) -> list[tf.Tensor]:
+    def _apply(self, contributions: Sequence[ReplicaContribution]) -> list[tf.Tensor]:
         total = add_up(contributions)
         self._step.update(total, num_contributions=len(contributions), assign=one_replica.assign_all)
         for variable, count in zip(self._step.counters, total.counts, strict=True):

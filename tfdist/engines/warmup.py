@@ -14,8 +14,8 @@ So processes that wait run through the steps of the phase at once, and then wait
 at the end of each epoch, before metrics are read, the model is evaluated and callbacks decide.
 
 Data: `fit` iterates over a `WarmupDataset`; every other loop over the data set that the strategy makes without a
-phase. A `Pass` that begins in the phase reads with iterators of its own. After the phase its rest is made by the
-engine that decides about updates then, which takes these iterators over (`CountedDataset.rest`), or in synchronous
+phase. A `WarmupIterator` that begins in the phase reads with iterators of its own. After the phase its rest is made by
+the engine that decides about updates then, which takes these iterators over (`CountedDataset.rest`), or in synchronous
 steps. Passes that begin after the phase are the strategy's own.
 
 Ownership: `Warmup` counts updates or epochs, and says how many replicas take part in each. The engine holds one fact,
@@ -100,7 +100,7 @@ class WarmupEngine(Engine):
             return whole
         return WarmupDataset(self, whole, datasets, is_whole, is_same_length)
 
-    def open(self, dataset: WarmupDataset, fit: calls.Call | None) -> Pass | None:
+    def open(self, dataset: WarmupDataset, fit: calls.Call | None) -> WarmupIterator | None:
         """Opens a pass of the phase; None if it is one of the data set `whole`."""
         if fit is None or self._callbacks() is not fit.callbacks:
             # Leftovers of an interrupted `fit`, too.
@@ -113,11 +113,11 @@ class WarmupEngine(Engine):
         if self._is_first_of_epoch and self._warmup.taking_part_next(True) == self._warmup.total_num_replicas:
             self._count_update()
         if not self._warmup.is_over:
-            return Pass(dataset, lambda a_pass: self._begin_update(a_pass, fit.model))
+            return WarmupIterator(dataset, lambda a_pass: self._begin_update(a_pass, fit.model))
         dataset.opened += not isinstance(dataset.whole, handles.CountedDataset)
         return None
 
-    def _begin_update(self, of: Pass, model: keras.Model) -> Any:
+    def _begin_update(self, of: WarmupIterator, model: keras.Model) -> Any:
         """Begins an update that Keras asks for.
 
         Returns:
@@ -249,7 +249,7 @@ class WarmupDataset(handles.CountedDataset):
         return self.opened + (self.whole.passes if isinstance(self.whole, handles.CountedDataset) else 0)
 
 
-class Pass(handles.HandleIterator):
+class WarmupIterator(handles.HandleIterator):
     """One pass of `fit` that begins in the phase.
 
     Args:
@@ -261,7 +261,7 @@ class Pass(handles.HandleIterator):
       left: number of batches that are left; below zero if it is not known, or there is no end.
     """
 
-    def __init__(self, dataset: WarmupDataset, begin_update: Callable[[Pass], Any]) -> None:
+    def __init__(self, dataset: WarmupDataset, begin_update: Callable[[WarmupIterator], Any]) -> None:
         super().__init__()
         self.dataset = dataset
         self.element_spec = dataset.datasets[0].element_spec

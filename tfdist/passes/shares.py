@@ -15,7 +15,7 @@ from tfdist.passes import splitting
 Sum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 
 
-class Part(NamedTuple):
+class ReplicaPart(NamedTuple):
     """A replica's part of the batch of a step.
 
     Attributes:

@@ -176,8 +176,8 @@ def _rows_of(leaf: Any, start: Any, stop: Any, known: int | None) -> Any:
         extent = tf.concat([[stop - start], leaf.dense_shape[1:]], 0)
         piece = tf.sparse.slice(leaf, begin, extent)
         # A slice has no static shape, by which Keras builds layers. Data sets take it from the operations.
-        known = [tf.constant(size, tf.int64) if size else None for size in leaf.shape.as_list()]
-        sizes = [piece.dense_shape[axis] if not axis or size is None else size for axis, size in enumerate(known)]
+        static = [tf.constant(size, tf.int64) if size else None for size in leaf.shape.as_list()]
+        sizes = [piece.dense_shape[axis] if not axis or size is None else size for axis, size in enumerate(static)]
         return tf.SparseTensor(piece.indices, piece.values, tf.stack(sizes))
     piece = leaf[start:stop]
     return piece if isinstance(piece, tf.RaggedTensor) else _with_size(piece, known)

@@ -61,7 +61,7 @@ class Pass(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PartLayout:
     """Place of a part in its batch: the form of a handle's kind.
 
     Attributes:
@@ -82,7 +82,7 @@ class WorkerBatch(BatchHandle):
     like the batch, and is converted to the batch's value where a tensor is needed.
 
     Args:
-      kind: its type, with a `Layout`; a `tf.function` is traced for each kind.
+      kind: its type, with a `PartLayout`; a `tf.function` is traced for each kind.
       flat: its content, alone in a list: int64 scalar, the numbers of pass and batch.
       batch: the state of the batch, which it keeps alive.
     """
@@ -237,10 +237,10 @@ def kind_of(engine: Any, element_spec: Any) -> HandleKind:
       engine: makes train steps of the batches.
       element_spec: the structure of `tf.TypeSpec`s of a batch.
     """
-    return _kind_of(engine, element_spec, Layout(element_spec, repr(element_spec), 0))
+    return _kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0))
 
 
-def _kind_of(engine: Any, element_spec: Any, layout: Layout) -> HandleKind:
+def _kind_of(engine: Any, element_spec: Any, layout: PartLayout) -> HandleKind:
     return registry.kind(engine, element_spec, layout, handle_type=WorkerBatch)
 
 

@@ -183,7 +183,7 @@ class WorkerDataset(DistributedDataset):
         return self._sharding == "shard"
 
     def open_shares(self) -> Callable[[int, int], Iterator[Any]]:
-        """Starts a pass over the shares, any of which any worker may read (see `streams.Shares`)."""
+        """Starts a pass over the shares, any of which any worker may read (see `streams.ShareFeed`)."""
         self.passes += 1
         number = self.passes
         if self._share_builder is None:

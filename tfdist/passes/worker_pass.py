@@ -107,10 +107,11 @@ class WorkerFeed:
             return 0
         if not self.in_step:
             return wanted
-        share = self._shares.get(worker)
-        if share is None:
-            share = self._shares[worker] = self._dataset.share(worker)
-        left = share - self.taken[worker]
+        if worker not in self._shares:
+            self._shares[worker] = self._dataset.share(worker)
+        share = self._shares[worker]
+        # Of data sets that a user made for each worker, some may be endless and others of unknown length.
+        left = wanted if share is None else share - self.taken[worker]
         return wanted if left > wanted else left
 
     def _position(self, worker: int) -> int:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist import _machine
 from tfdist.compat.keras import fit
-from tfdist.planning.profile import BUSY, NoiseScale, Profile, StepTimes, Table
+from tfdist.planning.profile import BUSY, MeasuredSteps, NoiseScale, Profile, Table
 
 # Gradients of a model on parts of real batches: which are sparse, how many rows they have, and their squared norms.
 
@@ -363,7 +363,7 @@ def _size(batch: Any) -> int:
     return int(first.shape[0] if first.shape[0] is not None else tf.shape(first)[0])
 
 
-def _steps(fit: Callable[..., Any], found: Sequence[Any], size: int, secs: float) -> list[StepTimes]:
+def _steps(fit: Callable[..., Any], found: Sequence[Any], size: int, secs: float) -> list[MeasuredSteps]:
     can_slice = all(isinstance(each, tf.Tensor) and each.shape.rank for each in tf.nest.flatten(found[0]))
     sizes = dict.fromkeys(max(1, round(size * factor)) for factor in _FACTORS) if can_slice else {size: None}
     measured = []
@@ -379,7 +379,7 @@ def _steps(fit: Callable[..., Any], found: Sequence[Any], size: int, secs: float
             if wanted == size:
                 raise
         else:
-            measured.append(StepTimes(wanted, tuple(measuring.quiet().secs)))
+            measured.append(MeasuredSteps(wanted, tuple(measuring.quiet().secs)))
     return sorted(measured, key=lambda each: each.batch_size)
 
 

@@ -28,7 +28,7 @@ class ProfileError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTimes:
+class MeasuredSteps:
     """Measured seconds of single train steps at one batch size."""
 
     batch_size: int
@@ -92,7 +92,7 @@ class Profile:
     """
 
     batch_size: int
-    steps: tuple[StepTimes, ...]
+    steps: tuple[MeasuredSteps, ...]
     fit_secs: tuple[float, ...] = ()
     variables: int = 1
     dense_bytes: int = 0
@@ -195,7 +195,7 @@ class _Reader:
 
     def profile(self, given: Mapping[str, Any]) -> Profile:
         steps = tuple(
-            StepTimes(self._count(each, "batch_size", 1), self._secs(each, "secs"))
+            MeasuredSteps(self._count(each, "batch_size", 1), self._secs(each, "secs"))
             for each in self._list(given, "steps")
         )
         fit_secs = self._secs(given, "fit_secs") if given.get("fit_secs") else ()
@@ -310,7 +310,7 @@ def load_log(directory: pathlib.Path) -> Profile:
     fastest = min(counted, key=lambda worker: statistics.fmean(counted[worker]))
     return Profile(
         batch_size=size,
-        steps=(StepTimes(size, tuple(samples)),),
+        steps=(MeasuredSteps(size, tuple(samples)),),
         noise_reason="an update log has no gradients",
         script=str(directory),
         model=f"run with {len(timeline.workers)} workers",

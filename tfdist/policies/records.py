@@ -37,8 +37,10 @@ class Outcome(enum.IntEnum):
 class Contribution(NamedTuple):
     """A gradient that was started, and what became of it. A tuple, because one is made for each gradient.
 
+    Times are seconds on the clock of whoever made it; in an update log, on that of the log.
+
     Attributes:
-      replica: index of the replica that computed it.
+      replica: index of the replica that computed it; in an update log, into the header's `workers`.
       start: time at which its computation started.
       arrival: time at which it arrived; if it never did, at which it was withdrawn or its replica was lost.
       outcome: what became of it.
@@ -51,10 +53,10 @@ class Contribution(NamedTuple):
     replica: int
     start: float
     arrival: float
-    outcome: Outcome
-    staleness: int
-    weight: float
-    held: float
+    outcome: Outcome = Outcome.ACCEPTED
+    staleness: int = 0
+    weight: float = 1.0
+    held: float = 0.0
     input: float = 0.0
 
 

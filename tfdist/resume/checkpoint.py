@@ -38,7 +38,7 @@ from tfdist.step import one_replica
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowBlocks:
     """An array that is read by rows, because this process has no room for it.
 
     Attributes:
@@ -61,12 +61,12 @@ class Rows:
         return whole.astype(dtype or self.dtype, copy=False)
 
 
-def write(file: IO[bytes], arrays: Sequence[np.ndarray | Rows]) -> None:
+def write(file: IO[bytes], arrays: Sequence[np.ndarray | RowBlocks]) -> None:
     """Writes what `np.savez` would write of the arrays by their numbers, which `np.load` reads."""
     with zipfile.ZipFile(file, "w") as archive:
         for index, array in enumerate(arrays):
             with archive.open(f"{index}.npy", "w", force_zip64=True) as member:
-                if isinstance(array, Rows):
+                if isinstance(array, RowBlocks):
                     descr = np.lib.format.dtype_to_descr(array.dtype)
                     header = {"descr": descr, "fortran_order": False, "shape": tuple(array.shape)}
                     np.lib.format.write_array_header_1_0(member, header)
@@ -76,7 +76,7 @@ def write(file: IO[bytes], arrays: Sequence[np.ndarray | Rows]) -> None:
                     np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
 
-def read(path: pathlib.Path, count: int, by_rows: Collection[int]) -> tuple[np.ndarray | Rows, ...]:
+def read(path: pathlib.Path, count: int, by_rows: Collection[int]) -> tuple[np.ndarray | RowBlocks, ...]:
     """Reads arrays 0 to count - 1; those with a number in `by_rows` are looked through, and read when needed.
 
     Raises:
@@ -86,7 +86,7 @@ def read(path: pathlib.Path, count: int, by_rows: Collection[int]) -> tuple[np.n
         return tuple(_rows(path, index) if index in by_rows else arrays[str(index)] for index in range(count))
 
 
-def _rows(path: pathlib.Path, index: int) -> Rows:
+def _rows(path: pathlib.Path, index: int) -> RowBlocks:
     with zipfile.ZipFile(path) as archive, archive.open(f"{index}.npy") as member:
         shape, dtype = _header(member)
         # To the end, where the check sum is compared.
@@ -100,7 +100,7 @@ def _rows(path: pathlib.Path, index: int) -> Rows:
                 size = (last - first) * math.prod(shape[1:]) * dtype.itemsize
                 yield np.frombuffer(member.read(size), dtype).reshape(last - first, *shape[1:])
 
-    return Rows(shape, dtype, blocks)
+    return RowBlocks(shape, dtype, blocks)
 
 
 def _header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
@@ -130,7 +130,7 @@ class Checkpoint:
 
     step: int
     state: dict[str, Any]
-    arrays: tuple[np.ndarray | Rows, ...]
+    arrays: tuple[np.ndarray | RowBlocks, ...]
 
 
 class CheckpointDirectory:
@@ -164,7 +164,7 @@ class CheckpointDirectory:
             write(file, checkpoint.arrays)
             _sync(file.fileno())
         with (unfinished / _STATE).open("w", encoding="utf-8") as file:
-            by_rows = [index for index, array in enumerate(checkpoint.arrays) if isinstance(array, Rows)]
+            by_rows = [index for index, array in enumerate(checkpoint.arrays) if isinstance(array, RowBlocks)]
             counts = {"step": checkpoint.step, "arrays": len(checkpoint.arrays), "by_rows": by_rows}
             json.dump({**counts, "state": checkpoint.state}, file)
             file.flush()
@@ -291,16 +291,20 @@ def to_array(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable.value))
 
 
-def to_save(variable: Any) -> np.ndarray | Rows:
+def to_save(variable: Any) -> np.ndarray | RowBlocks:
     """Returns the variable's value; that of a table in shards is read from its servers as it is written."""
     table = _in_shards(variable)
     if table is None:
         return to_array(variable)
     shape, dtype = tuple(table.shape), np.dtype(table.dtype.as_numpy_dtype)
-    return Rows(shape, dtype, lambda: (table.read_rows(*each) for each in sharding.row_blocks(shape, dtype.itemsize)))
+    return RowBlocks(
+        shape, dtype, lambda: (table.read_rows(*each) for each in sharding.row_blocks(shape, dtype.itemsize))
+    )
 
 
-def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray | Rows], agreement: Any) -> None:
+def assign(
+    model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray | RowBlocks], agreement: Any
+) -> None:
     """Assigns `arrays` to the variables, on all workers; the chief broadcasts its values."""
     with model.distribute_strategy.scope():
         if agreement is None or agreement.is_chief:
@@ -310,9 +314,9 @@ def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.nda
             model.distribute_strategy.distribution.broadcast(variables)
 
 
-def _assign(variable: Any, array: np.ndarray | Rows) -> None:
+def _assign(variable: Any, array: np.ndarray | RowBlocks) -> None:
     table = _in_shards(variable)
-    if table is not None and isinstance(array, Rows):
+    if table is not None and isinstance(array, RowBlocks):
         first = 0
         for block in array.blocks():
             table.write_rows(first, _as_kind(block, table.dtype.as_numpy_dtype))

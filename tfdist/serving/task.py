@@ -91,7 +91,7 @@ class _Functions:
         self._server: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """See `on_servers.Server`."""
+        """See `on_servers.CodecServer`."""
         if arguments and _is_usage_request(arguments[0]):
             import numpy as np
 
@@ -100,7 +100,7 @@ class _Functions:
             if self._server is None:
                 from tfdist.compression import on_servers
 
-                self._server = on_servers.Server(self._task)
+                self._server = on_servers.CodecServer(self._task)
         return self._server(*arguments)
 
 

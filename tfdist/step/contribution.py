@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.compat.tensorflow import replicas
 
 
-class Contribution(NamedTuple):
+class ReplicaContribution(NamedTuple):
     """Contribution of one replica to an update, or the sum of several. A structure for `tf.nest`; tensors add up.
 
     Attributes:
@@ -72,7 +72,7 @@ class RowsByShard(tf.IndexedSlices):
         return RowsByShard(changed, self.sizes, self.devices)
 
 
-def add_up(contributions: Sequence[Contribution], place: Sequence[Any] | None = None) -> Contribution:
+def add_up(contributions: Sequence[ReplicaContribution], place: Sequence[Any] | None = None) -> ReplicaContribution:
     """Returns the sum of contributions.
 
     Args:
@@ -94,7 +94,7 @@ def add_up(contributions: Sequence[Contribution], place: Sequence[Any] | None = 
     return packed._replace(gradients=gradients, maxima=tuple(maxima))
 
 
-def weigh(contribution: Contribution, weight: tf.Tensor, place: Sequence[Any]) -> Contribution:
+def weigh(contribution: ReplicaContribution, weight: tf.Tensor, place: Sequence[Any]) -> ReplicaContribution:
     """Multiplies the gradients of a contribution by a weight; counts and states are not changed.
 
     Args:

@@ -96,7 +96,7 @@ class Write(NamedTuple):
     position: int
 
 
-class Recording(models.Reading):
+class Recording(models.ReadingScope):
     """Scope that holds writes back, and records them.
 
     Args:

@@ -2,7 +2,7 @@
 """A Keras train step in two halves: the contribution of one replica, and the update from several contributions.
 
     contribute(batch)        on a replica: the user's train_step. It writes to no variable: the gradients and all
-                             intended writes are returned as a `Contribution`
+                             intended writes are returned as a `ReplicaContribution`
     add_up(contributions)    sums contributions; the engine chooses the method and the device
     update(total)            one update of the model, equal to the update of a single device with all examples
     logs(...)                the logs for Keras
@@ -37,7 +37,7 @@ from tfdist.passes import handle as handles
 from tfdist.passes import splitting
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step import losses, one_replica, recording, replicas
-from tfdist.step.contribution import Contribution, RowsByShard, times
+from tfdist.step.contribution import ReplicaContribution, RowsByShard, times
 from tfdist.step.gradients import Transforms
 from tfdist.step.losses import ReplicaLosses
 from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, apply_if, capture
@@ -57,7 +57,7 @@ class _Layout:
 
     applied: list[Applied] = dataclasses.field(default_factory=list)
     counters: list[Any] = dataclasses.field(default_factory=list)
-    states: list[State] = dataclasses.field(default_factory=list)
+    states: list[StateWrite] = dataclasses.field(default_factory=list)
     # For each gradient: True if it has rows that all replicas look up alike, to be added up row by row.
     has_common_rows: list[bool] = dataclasses.field(default_factory=list)
     # The structure of the step's result, with a function that computes each leaf after the update.
@@ -112,7 +112,7 @@ class SplitTrainStep:
 
     @property
     def counters(self) -> list[Any]:
-        """The variables that `Contribution.counts` belongs to."""
+        """The variables that `ReplicaContribution.counts` belongs to."""
         return self._layout.counters
 
     def settled(self, trace: Callable[[], Any]) -> Any:
@@ -136,7 +136,7 @@ class SplitTrainStep:
                     f"{variable.path!r}"
                 )
 
-    def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None, whole: Any = None) -> Contribution:
+    def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None, whole: Any = None) -> ReplicaContribution:
         """Computes a replica's contribution from its part of the batch; call it in a graph, in replica context.
 
         Args:
@@ -193,7 +193,7 @@ class SplitTrainStep:
             )
         ]
         layout.has_common_rows = [optimizers.are_common_rows(gradient) for gradient in gradients]
-        return Contribution(
+        return ReplicaContribution(
             [times(gradient, factor) for gradient in gradients],
             counts,
             new_states,
@@ -267,7 +267,7 @@ class SplitTrainStep:
                 self._layout.counters.append(variable)
                 counts.append(value)
                 continue
-            self._layout.states.append(State(variable, mode, position))
+            self._layout.states.append(StateWrite(variable, mode, position))
             if mode in (recording.MAXIMUM, recording.MINIMUM):
                 maxima.append(value if mode == recording.MAXIMUM else -value)
             elif mode == "sum":
@@ -346,7 +346,7 @@ class SplitTrainStep:
     # The second half.
 
     def arrived(
-        self, contribution: Contribution, weight: Any, staleness: Any, contributors: int, is_scaled: bool
+        self, contribution: ReplicaContribution, weight: Any, staleness: Any, contributors: int, is_scaled: bool
     ) -> list[Any]:
         """Returns the gradients of a contribution, transformed at their arrival; see `Transforms.run`.
 
@@ -376,11 +376,11 @@ class SplitTrainStep:
         return found
 
     def targets(self) -> list[tuple[Any, Any]]:
-        """Returns optimizer and variable of each gradient, in the order of `Contribution.gradients`."""
+        """Returns optimizer and variable of each gradient, in the order of `ReplicaContribution.gradients`."""
         return [(each.optimizer, variable) for each in self._layout.applied for variable in each.trained()]
 
     def variables(self) -> list[Any]:
-        """Returns the variables of the gradients, in the order of `Contribution.gradients`."""
+        """Returns the variables of the gradients, in the order of `ReplicaContribution.gradients`."""
         return [variable for _, variable in self.targets()]
 
     def calls(self) -> list[Applied]:
@@ -389,7 +389,7 @@ class SplitTrainStep:
 
     def update(
         self,
-        total: Contribution,
+        total: ReplicaContribution,
         place: Place = lambda variable: contextlib.nullcontext(),
         num_contributions: int | None = None,
         assign: Assign = lambda variable, value: variable.assign(value),
@@ -428,13 +428,13 @@ class SplitTrainStep:
                 apply_if(applied > 0, each.optimizer, scaled, each.variables)
         assign_states(len(self._layout.applied))
 
-    def _examples(self, total: Contribution) -> Any:
+    def _examples(self, total: ReplicaContribution) -> Any:
         """Returns the number of examples of an update; None if it is not known."""
         if not self._is_even:
             return total.weight
         return None if self._rows is None else self._rows * total.replicas
 
-    def _with_rows_added_up(self, total: Contribution) -> list[Any]:
+    def _with_rows_added_up(self, total: ReplicaContribution) -> list[Any]:
         """Returns the gradients, with the rows that all replicas look up alike added up."""
         if self._total_num_replicas == 1:
             return total.gradients
@@ -446,15 +446,15 @@ class SplitTrainStep:
             for gradient, is_common in zip(total.gradients, self._layout.has_common_rows, strict=True)
         ]
 
-    def _assigner(self, total: Contribution, assign: Assign) -> Callable[[int], None]:
+    def _assigner(self, total: ReplicaContribution, assign: Assign) -> Callable[[int], None]:
         """Returns a function that assigns the states written after a number of calls of `apply`."""
         values, maxima = iter(total.states), iter(total.maxima)
-        new: list[tuple[State, tf.Tensor]] = []
+        new: list[tuple[StateWrite, tf.Tensor]] = []
         for state in self._layout.states:
             is_extreme = state.mode in (recording.MAXIMUM, recording.MINIMUM)
             new.append((state, next(maxima) if is_extreme else next(values)))
 
-        def value_of(state: State, value: tf.Tensor) -> tf.Tensor:
+        def value_of(state: StateWrite, value: tf.Tensor) -> tf.Tensor:
             if state.mode == "mean":
                 return (moved if self._is_relative else mean)(state.variable, value, total)
             return tf.cast(-value if state.mode == recording.MINIMUM else value, state.variable.dtype)
@@ -466,7 +466,7 @@ class SplitTrainStep:
 
         return assign_at
 
-    def factors(self, total: Contribution) -> list[tf.Tensor | float]:
+    def factors(self, total: ReplicaContribution) -> list[tf.Tensor | float]:
         """Returns, for each gradient, the factor to the gradient of one device, from the sum of all but gradients."""
         applies = iter(total.applies)
         by_call = {
@@ -476,7 +476,7 @@ class SplitTrainStep:
         return [by_call[id(each)] for each in self.calls()]
 
     def _factor(
-        self, total: Contribution, num_contributions: int | None, applied: tf.Tensor | None = None
+        self, total: ReplicaContribution, num_contributions: int | None, applied: tf.Tensor | None = None
     ) -> tf.Tensor | float:
         """Returns the factor from the sum of gradients to the gradient of one device; float64, for float64 models.
 
@@ -489,7 +489,7 @@ class SplitTrainStep:
             return (self._total_num_replicas if self._losses.are_sums else self._losses.divisor) / count
         return tf.math.divide_no_nan(tf.cast(self._losses.divisor, tf.float64), tf.cast(total.weight, tf.float64))
 
-    def logs(self, total: Contribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
+    def logs(self, total: ReplicaContribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
         """Returns the logs for Keras: results of the metrics so far, and the other logs of this update's batch.
 
         Args:
@@ -510,7 +510,7 @@ def _written_by(writes: Sequence[recording.Write], value: tf.Tensor) -> Any:
 
 
 @dataclasses.dataclass
-class State:
+class StateWrite:
     """Non-trainable variable, with the reduction of its values over replicas."""
 
     variable: Any
@@ -532,7 +532,7 @@ def change(value: tf.Tensor, before: tf.Tensor | None) -> tf.Tensor:
     return value - before if value.dtype.is_floating else tf.cast(value, tf.int64) - tf.cast(before, tf.int64)
 
 
-def moved(variable: Any, change: tf.Tensor, total: Contribution) -> tf.Tensor:
+def moved(variable: Any, change: tf.Tensor, total: ReplicaContribution) -> tf.Tensor:
     """Returns the new value of a state, from differences of replicas that began with different values."""
     now = tf.convert_to_tensor(variable)
     if change.dtype.is_floating:
@@ -540,7 +540,7 @@ def moved(variable: Any, change: tf.Tensor, total: Contribution) -> tf.Tensor:
     return tf.cast(tf.cast(now, tf.int64) + change // tf.cast(total.replicas, tf.int64), now.dtype)
 
 
-def mean(variable: Any, value: tf.Tensor, total: Contribution) -> tf.Tensor:
+def mean(variable: Any, value: tf.Tensor, total: ReplicaContribution) -> tf.Tensor:
     """Returns the mean of a state over the replicas' examples."""
     dtype = tf.as_dtype(variable.dtype)
     if value.dtype.is_floating:

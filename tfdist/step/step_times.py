@@ -46,7 +46,7 @@ _PARTS = 3
 _FIXED = 3
 
 
-class StepTimes:
+class StepClock:
     """Clock of a strategy's train steps. Its variables are made when the first step is traced.
 
     Args:
@@ -203,10 +203,10 @@ class TimedStep:
 
     Args:
       times: the clock.
-      limits: see `StepTimes.begin`.
+      limits: see `StepClock.begin`.
     """
 
-    def __init__(self, times: StepTimes, limits: tf.Tensor) -> None:
+    def __init__(self, times: StepClock, limits: tf.Tensor) -> None:
         self._times = times
         self._limits = limits
         self._begun: tf.Tensor | None = None
@@ -328,7 +328,7 @@ class Period:
       tensors: what this worker has to sum.
     """
 
-    def __init__(self, times: StepTimes, tensors: Sequence[Any]) -> None:
+    def __init__(self, times: StepClock, tensors: Sequence[Any]) -> None:
         self._times = times
         _, _, last_end, _, period = times.variables()
         with times.on_cpu():
@@ -345,7 +345,7 @@ class Period:
             self.vector = times.placed(parts)
 
     def end(self, vector: Sequence[tf.Tensor], sums: Sequence[Any]) -> None:
-        """Writes the times; see `Step.end`."""
+        """Writes the times; see `TimedStep.end`."""
         parts = vector[0] if vector else self._parts
         with self._times.on_cpu():
             with tf.control_dependencies([*tensors_of(sums), parts]):

@@ -40,7 +40,7 @@ from tfdist.step.replicas import (
     run_step,
 )
 from tfdist.step.step import Step
-from tfdist.step.step_times import StepTimes
+from tfdist.step.step_times import StepClock
 from tfdist.strategies.distribution import Closing
 
 
@@ -54,7 +54,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     # The policy that decides about each update after the phase.
     _aggregation: Aggregation | None = None
     # Takes the times of train steps; None with a policy that decides about updates.
-    _times: StepTimes | None = None
+    _times: StepClock | None = None
     # Number of gradients in the last update, if another process decides.
     _num_contributed = 0
     # True if the loops of all models share an object of the strategy, so that one thread at a time may be in a loop.
@@ -171,9 +171,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         """Reads a batch and notes the times, or None: see `compat.tensorflow.inputs`."""
         return self._times.note_read if self._times else None
 
-    def _take_times(self, num_rows: int, own_row: int | None, device: str, averages: bool = False) -> StepTimes:
-        """Begins to take the times of train steps; see `StepTimes`. An engine that averages records them later."""
-        times, recorder = StepTimes(num_rows, own_row, device), self.distribution.recorder
+    def _take_times(self, num_rows: int, own_row: int | None, device: str, averages: bool = False) -> StepClock:
+        """Begins to take the times of train steps; see `StepClock`. An engine that averages records them later."""
+        times, recorder = StepClock(num_rows, own_row, device), self.distribution.recorder
         if not averages:
             self._times, recorder.is_complete = times, True
             inputs.note_input_times()
@@ -183,9 +183,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
         def collect() -> None:
             with lock:
-                untimed, *steps = times.take()
+                untimed, updates, contributions = times.take()
                 recorder.add_untimed(untimed)
-                recorder.record_steps(*steps)
+                recorder.record_steps(updates, contributions)
 
         self.distribution.collect, self.distribution.gradients_per_batch = collect, lambda: num_rows
         return times

@@ -168,7 +168,7 @@ def span(strategy: tf.distribute.Strategy, groups: Sequence[Sequence[str]]) -> N
       strategy: computes on the first device of each group.
       groups: for each replica of this process, the full names of its devices.
     """
-    parts = replicas.Parts(tuple(tuple(group) for group in groups))
+    parts = replicas.ReplicaDevices(tuple(tuple(group) for group in groups))
     replicas.span_devices(strategy, parts)
     placement.allow_placed_layers()
     collectives.use_parts(strategy, parts)

@@ -52,8 +52,9 @@ def gather(agreement: Agreement, value: Any, what: str, is_apart: bool = False) 
       ValueError: the workers make the call with different arguments, callbacks, models or weights.
     """
     call = calls.current()
-    is_compared = call is None or call.is_compared or call.kind not in ("fit", "evaluate", "predict")
-    own = None if is_compared else [_traits(call), _callbacks(call), [] if is_apart else _values(call)]
+    own = None
+    if call is not None and not call.is_compared and call.kind in ("fit", "evaluate", "predict"):
+        own = [_traits(call), _callbacks(call), [] if is_apart else _values(call)]
     found = agreement.gather([own, value], what)
     if call is not None and all(traits is not None for traits, _ in found.values()):
         call.is_compared = True

@@ -24,7 +24,7 @@ from tfdist.engines import quorum as quorum
 from tfdist.engines.agreement import SharedUsage
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.base import Engine
-from tfdist.engines.quorum import Sums
+from tfdist.engines.quorum import QuorumSums
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.passes import handle as handles
 from tfdist.passes import progress, splitting
@@ -230,7 +230,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         client, self._quorum_server = _multi_worker_cluster.connect_quorum(
             policy, cluster, self._agreements(), stall_timeout_secs
         )
-        sums = Sums(self._sum_over_workers, lambda: self._sum_gradients)
+        sums = QuorumSums(self._sum_over_workers, lambda: self._sum_gradients)
         worker = cluster.training_tasks.index(cluster.task)
         self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreements())
         self._quorum.start()
@@ -440,7 +440,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
 
 # Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicated_step.run_step`, and
-# `StepTimes.begin`.
+# `StepClock.begin`.
 RunStep = Callable[[Any, Any, Callable[[list[Any]], Shares | None], Any], Any]
 
 

@@ -95,7 +95,7 @@ class CoordinatedVariable(variables.ServerVariable):
         part = self._part()
         return self.stored.shape if part is None else part.shape(self.stored.shape)
 
-    def _part(self) -> Part | None:
+    def _part(self) -> ShardRows | None:
         """Returns the rows that the variable stands for in an update, or None."""
         return part_being_updated(tuple(self.stored.shape[:1]))
 
@@ -362,7 +362,7 @@ def coordinate(variable: Any, barrier: Callable[..., None]) -> Any:
 _SCATTER_OF = {"assign": "scatter_update", "assign_add": "scatter_add", "assign_sub": "scatter_sub"}
 
 
-class Part(NamedTuple):
+class ShardRows(NamedTuple):
     """A part of the variables that have the same shards.
 
     Attributes:
@@ -393,14 +393,14 @@ class Part(NamedTuple):
 
 
 class _Updating(threading.local):
-    part: Part | None = None
+    part: ShardRows | None = None
 
 
 _updating = _Updating()
 
 
 @contextlib.contextmanager
-def updating(part: Part) -> Iterator[None]:
+def updating(part: ShardRows) -> Iterator[None]:
     """Context in which variables with the same shards stand for their part, in this thread."""
     before, _updating.part = _updating.part, part
     try:
@@ -409,7 +409,7 @@ def updating(part: Part) -> Iterator[None]:
         _updating.part = before
 
 
-def part_being_updated(sizes: tuple[int, ...]) -> Part | None:
+def part_being_updated(sizes: tuple[int, ...]) -> ShardRows | None:
     """Returns the part that variables with these shards stand for, or None for the whole."""
     part = _updating.part
     return part if part is not None and part.sizes == sizes else None

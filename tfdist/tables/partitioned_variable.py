@@ -41,7 +41,7 @@ from tfdist.compat.tensorflow.variables import (
     without_recording,
 )
 from tfdist.step.contribution import RowsByShard
-from tfdist.tables.coordinated_variable import CoordinatedVariable, Part, part_being_updated, updating
+from tfdist.tables.coordinated_variable import CoordinatedVariable, ShardRows, part_being_updated, updating
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
 
@@ -219,7 +219,7 @@ class _Whole:
         part, whole = self._part(), self._shards.shape
         return whole if part is None else part.shape(whole)
 
-    def _part(self) -> Part | None:
+    def _part(self) -> ShardRows | None:
         return part_being_updated(self.sizes)
 
     def value(self) -> tf.Tensor:
@@ -615,9 +615,9 @@ def update_by_shards(stock: UpdateFunction, is_lazy: bool, is_elementwise: Calla
         for index, (shard, (rows, own)) in enumerate(
             zip(shards, _parts(args, variable.shape, sizes, is_lazy), strict=True)
         ):
-            part = Part(index, sizes, rows)
+            part = ShardRows(index, sizes, rows)
 
-            def of_part(_: Any, *own: Any, part: Part = part, **kwargs: Any) -> Any:
+            def of_part(_: Any, *own: Any, part: ShardRows = part, **kwargs: Any) -> Any:
                 with updating(part):
                     return function(variable, *own, **kwargs)
 

@@ -20,7 +20,7 @@ from tfdist.compat.keras import calls
 from tfdist.compat.keras.fit import EpochIterator
 from tfdist.policies.records import Contribution, Outcome
 from tfdist.telemetry import summaries
-from tfdist.telemetry.recorder import Recorder, Sums
+from tfdist.telemetry.recorder import Recorder, RecorderSums
 from tfdist.telemetry.session import Session
 from tfdist.telemetry.update_log import EventKind
 
@@ -218,7 +218,7 @@ class Telemetry(keras.callbacks.Callback):
         counted = [(after - before) / max(1, updates) for after, before in zip(now.counted, last.counted, strict=False)]
         session.write(iteration, secs, updates, examples, sums, self._recorder.take_times(), counted)
 
-    def _iteration(self, batches: int, sums: Sums) -> int:
+    def _iteration(self, batches: int, sums: RecorderSums) -> int:
         """Computes `optimizer.iterations` from the counts; reading it would wait for steps under a parameter server."""
         updates = batches - self._batches_before
         if self._recorder.is_complete:

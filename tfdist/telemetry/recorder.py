@@ -27,7 +27,7 @@ _MOST_PENDING = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class RecorderSums:
     """Sums of a `Recorder` at one time. The difference of two gives the sums of an interval.
 
     Attributes:
@@ -52,13 +52,13 @@ class Sums:
     staleness: int = 0
     reduce_secs: float = 0.0
 
-    def since(self, before: Sums) -> Sums:
+    def since(self, before: RecorderSums) -> RecorderSums:
         """Returns the difference between these sums and those of `before`."""
 
         def less(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(a - b for a, b in zip(now, then, strict=True))
 
-        return Sums(
+        return RecorderSums(
             updates=self.updates - before.updates,
             examples=self.examples - before.examples,
             accepted=less(self.accepted, before.accepted),
@@ -208,11 +208,11 @@ class Recorder:
             if self.loss_sink is not None:
                 self.loss_sink(replica, is_lost)
 
-    def sums(self) -> Sums:
+    def sums(self) -> RecorderSums:
         """Returns the sums so far."""
         with self._lock:
             self._add_pending()
-            return Sums(
+            return RecorderSums(
                 updates=self._updates,
                 examples=self._examples,
                 accepted=tuple(self._accepted),

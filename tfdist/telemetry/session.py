@@ -21,7 +21,7 @@ from tfdist.compat.keras import fit
 from tfdist.coordination.usage import Usage
 from tfdist.policies.records import Change, Contribution, Update
 from tfdist.telemetry import scalar_files, summaries
-from tfdist.telemetry.recorder import Sums, Times
+from tfdist.telemetry.recorder import RecorderSums, Times
 from tfdist.telemetry.update_log import (
     Contributions,
     EventKind,
@@ -521,7 +521,7 @@ class Session:
         secs: float,
         updates: float,
         examples: float,
-        sums: Sums,
+        sums: RecorderSums,
         times: Mapping[int, Times],
         counted: Sequence[float],
     ) -> None:

@@ -18,7 +18,7 @@ from google.protobuf import struct_pb2
 from tfdist import _log
 from tfdist.coordination.usage import Usage
 from tfdist.telemetry.histogram import Histogram
-from tfdist.telemetry.recorder import Sums, Times
+from tfdist.telemetry.recorder import RecorderSums, Times
 
 _PREFIX = "tfdist/"
 # Status of a session in the hparams plugin.
@@ -179,7 +179,7 @@ class Moment:
 
     secs: float
     batches: int
-    sums: Sums
+    sums: RecorderSums
     counted: Sequence[int] = ()
 
 
@@ -187,7 +187,7 @@ def job(
     secs: float,
     updates: float,
     examples: float,
-    sums: Sums,
+    sums: RecorderSums,
     times: Mapping[int, Times],
     settings: Mapping[str, float],
     counted: Sequence[float],

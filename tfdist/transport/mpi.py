@@ -310,9 +310,9 @@ def start(
 
     Args:
       index: number of this worker.
-      places: see `Server`; one for each worker.
-      exchange: see `Server`; None if the launcher of an MPI job has started all workers.
-      job: see `Server`.
+      places: see `PmiServer`; one for each worker.
+      exchange: see `PmiServer`; None if the launcher of an MPI job has started all workers.
+      job: see `PmiServer`.
       check: called about once a second while the others are waited for; raises ConnectionError if they have failed.
       timeout_secs: for so long they are waited for.
 
@@ -323,7 +323,7 @@ def start(
     with _ending_if_alone(check, timeout_secs):
         if not module.Is_initialized():
             if exchange is not None:
-                server = Server(job, index, places, exchange)
+                server = PmiServer(job, index, places, exchange)
                 server.start()
             with _environment(server.environment) if server else contextlib.nullcontext():
                 code = _initialize()
@@ -473,7 +473,7 @@ _LIMITS = f"kvsname_max=256 keylen_max=64 vallen_max={_MOST_CHARACTERS}"
 _MAPPING = "PMI_process_mapping"
 
 
-class Server:
+class PmiServer:
     """Answers the MPI library of this process.
 
     Args:

@@ -170,7 +170,7 @@ def is_callable(layer: keras.Layer) -> bool:
     return type(layer).call not in (keras.Layer.call, keras.Model.call)
 
 
-class Reading(keras.StatelessScope):
+class ReadingScope(keras.StatelessScope):
     """A scope in which a variable that was not written has its value: Keras' regularizers take no None for it."""
 
     def get_current_value(self, variable: Any) -> Any:
@@ -179,7 +179,7 @@ class Reading(keras.StatelessScope):
         return variable._value if value is None else value
 
 
-class Unwritten(Reading):
+class Unwritten(ReadingScope):
     """A scope in which variables keep their values."""
 
     def add_update(self, update: tuple[Any, Any]) -> None:

@@ -126,7 +126,7 @@ def reader_of(variable: Any, worker: str) -> str:
     return worker if parts is None or part is None else parts.groups[0][part]
 
 
-def device_of(parts: replicas.Parts, variable: Any) -> str:
+def device_of(parts: replicas.ReplicaDevices, variable: Any) -> str:
     """Returns the device of this replica's copy of a variable, on a replica or outside of all."""
     value = variables.tf_variable(variable)
     copies = getattr(value, "values", [value])
@@ -263,7 +263,7 @@ def _device_of_gradient(tensors: Iterable[Any]) -> str | None:
 # function in TensorFlow 2, and a strategy has no public seam around what its replicas trace.
 
 
-def follow_devices(strategy: Any, parts: replicas.Parts) -> None:
+def follow_devices(strategy: Any, parts: replicas.ReplicaDevices) -> None:
     """Places operations that the strategy's replicas trace without a device beside their largest input."""
     extended = strategy.extended
     stock = extended.call_for_each_replica
@@ -282,7 +282,7 @@ def followed_by_strategy(strategy: Any, function: Callable[..., Any]) -> Callabl
     return following_devices(parts, function) if parts else function
 
 
-def following_devices(parts: replicas.Parts, function: Callable[..., Any]) -> Callable[..., Any]:
+def following_devices(parts: replicas.ReplicaDevices, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function, whose operations in a graph follow their largest input."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -295,7 +295,7 @@ def following_devices(parts: replicas.Parts, function: Callable[..., Any]) -> Ca
     return tf.autograph.experimental.do_not_convert(call)
 
 
-def _followed_device(parts: replicas.Parts, operation: Any) -> str:
+def _followed_device(parts: replicas.ReplicaDevices, operation: Any) -> str:
     """Returns the device for an operation that is being made; an empty one leaves it where the replica computes."""
     if operation.device or any(each.dtype == tf.resource for each in operation.inputs):
         return operation.device

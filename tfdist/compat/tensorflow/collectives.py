@@ -167,7 +167,7 @@ class PartAllReduce(cross_device_ops.CollectiveAllReduce):
       by_part: the all-reduce of each part; this object itself is that of the first.
     """
 
-    def __init__(self, parts: replicas.Parts, num_workers: int, options: Any, keys: Any) -> None:
+    def __init__(self, parts: replicas.ReplicaDevices, num_workers: int, options: Any, keys: Any) -> None:
         size = len(parts.groups) * num_workers
         super().__init__(parts.devices_of(0), size, options, keys)
         self._parts = parts
@@ -207,7 +207,7 @@ class PartAllReduce(cross_device_ops.CollectiveAllReduce):
         return results
 
 
-def by_part(parts: replicas.Parts | None, values: Sequence[Any]) -> list[list[int]]:
+def by_part(parts: replicas.ReplicaDevices | None, values: Sequence[Any]) -> list[list[int]]:
     """Returns the indices of the values of each part that has any, those of the last part first.
 
     The gradients of the last layers are computed first.
@@ -216,7 +216,7 @@ def by_part(parts: replicas.Parts | None, values: Sequence[Any]) -> list[list[in
     return [[i for i, each in enumerate(of_each) if each == part] for part in sorted(set(of_each), reverse=True)]
 
 
-def use_parts(strategy: Any, parts: replicas.Parts) -> None:
+def use_parts(strategy: Any, parts: replicas.ReplicaDevices) -> None:
     """Makes a strategy reduce each part among the devices that hold it."""
     extended = strategy.extended
     stock = extended._cross_device_ops

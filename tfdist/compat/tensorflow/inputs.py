@@ -353,7 +353,7 @@ def note_generators() -> None:
 
 
 def _noted_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    def from_generator(generator: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_generator(generator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not callable(generator):
             return original(generator, *args, **kwargs)
         first = FirstElements()

@@ -98,7 +98,7 @@ _ATTRIBUTE = "_tfdist_parts"
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class ReplicaDevices:
     """The devices of this process' replicas.
 
     Attributes:
@@ -142,14 +142,14 @@ class OnDevices:
         self._devices = tuple(devices)
 
 
-def of_any_worker(kind: str, count: int) -> Parts:
+def of_any_worker(kind: str, count: int) -> ReplicaDevices:
     """Returns the parts of workers of parameter servers, of which each runs functions that are traced once for all.
 
     Args:
       kind: "GPU" or "CPU".
       count: number of devices of a worker.
     """
-    return Parts((tuple(f"/device:{kind}:{index}" for index in range(count)),), hold_variables=False)
+    return ReplicaDevices((tuple(f"/device:{kind}:{index}" for index in range(count)),), hold_variables=False)
 
 
 def homes_of(strategy: Any, tensors: Sequence[Any]) -> list[str]:
@@ -177,12 +177,12 @@ def grouped(devices: Sequence[str], devices_per_replica: int) -> tuple[tuple[str
     return tuple(tuple(devices[start : start + devices_per_replica]) for start in starts)
 
 
-def span_devices(strategy: tf.distribute.Strategy, parts: Parts) -> None:
+def span_devices(strategy: tf.distribute.Strategy, parts: ReplicaDevices) -> None:
     """Says that the replicas of a strategy span these devices."""
     patching.put(strategy, _ATTRIBUTE, parts)
 
 
-def parts_of(strategy: Any) -> Parts | None:
+def parts_of(strategy: Any) -> ReplicaDevices | None:
     """Returns the devices of a strategy's replicas; None where each has one device."""
     return patching.of(strategy, _ATTRIBUTE)
 

@@ -141,7 +141,7 @@ MOST_WITHOUT_PORT = _PORTS_PER_JOB - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class SlurmProcess:
     """A process of a Slurm step, and the hosts of all processes.
 
     Args:
@@ -155,7 +155,7 @@ class Step:
     number: int
 
     @staticmethod
-    def from_environment(env: Mapping[str, str]) -> Step:
+    def from_environment(env: Mapping[str, str]) -> SlurmProcess:
         """Reads SLURM_*.
 
         Raises:
@@ -171,7 +171,7 @@ class Step:
         number = _number(env, "SLURM_PROCID")
         if number >= len(placed):
             raise LaunchError(f"SLURM_PROCID is no process of this step of {len(placed)}. Received: {number}")
-        return Step(_number(env, "SLURM_JOB_ID", "SLURM_JOBID"), placed, number)
+        return SlurmProcess(_number(env, "SLURM_JOB_ID", "SLURM_JOBID"), placed, number)
 
 
 def _text(env: Mapping[str, str], *names: str) -> str:
@@ -188,7 +188,7 @@ def _number(env: Mapping[str, str], *names: str) -> int:
     return int(text)
 
 
-def task_environment(step: Step, job: Shape, port: int, env: Mapping[str, str]) -> tuple[Task, dict[str, str]]:
+def task_environment(step: SlurmProcess, job: Shape, port: int, env: Mapping[str, str]) -> tuple[Task, dict[str, str]]:
     """Returns the task of a process of a step, and the variables that are added to its environment.
 
     Args:
@@ -216,7 +216,7 @@ def task_environment(step: Step, job: Shape, port: int, env: Mapping[str, str]) 
     return task, found | _gpus(step, tasks, job, env)
 
 
-def _ports(step: Step, port: int) -> list[int]:
+def _ports(step: SlurmProcess, port: int) -> list[int]:
     """Returns the port of each process; the processes of one host have consecutive ports."""
     first = port or _FIRST_PORT + step.job_id % _JOBS * _PORTS_PER_JOB
     used: dict[str, int] = {}
@@ -234,7 +234,7 @@ def _ports(step: Step, port: int) -> list[int]:
     return ports
 
 
-def _gpus(step: Step, tasks: Sequence[Task], job: Shape, env: Mapping[str, str]) -> dict[str, str]:
+def _gpus(step: SlurmProcess, tasks: Sequence[Task], job: Shape, env: Mapping[str, str]) -> dict[str, str]:
     """Returns CUDA_VISIBLE_DEVICES of this task: its share of the step's GPUs on this host; {} to leave it."""
     if environment.VISIBLE not in env:
         return {}
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         values, script = command_line.parse(define_flags, arguments)
         job = Shape.from_flags(values)
-        step = Step.from_environment(os.environ)
+        step = SlurmProcess.from_environment(os.environ)
         task, env = task_environment(step, job, values.port, os.environ)
         shape.check_duration("grace_period_secs", values.grace_period_secs)
     except (LaunchError, ClusterError, flags.Error) as error:

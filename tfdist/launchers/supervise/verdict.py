@@ -31,7 +31,7 @@ _RAISED_SECS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
+class TaskFailure:
     """Failure of a task.
 
     Attributes:
@@ -54,7 +54,7 @@ class FirstFailure:
     """
 
     def __init__(self) -> None:
-        self.failure: Failure | None = None
+        self.failure: TaskFailure | None = None
         self.deadline_secs = math.inf
 
     def ended(
@@ -77,7 +77,7 @@ class FirstFailure:
         """
         raised = {each: secs for each, secs in (raised_secs or {}).items() if now_secs - secs <= _RAISED_SECS}
         raised_here = raised.pop(task, now_secs)
-        new = Failure(task, code, raised_here if code == _RAISED_EXIT_CODE else now_secs)
+        new = TaskFailure(task, code, raised_here if code == _RAISED_EXIT_CODE else now_secs)
         first = self.failure
         is_late = first is not None and not _is_cause(new, first)
         self.failure = cause = first if first is not None and is_late else new
@@ -95,7 +95,7 @@ class FirstFailure:
         return now_secs >= self.deadline_secs
 
 
-def _is_cause(new: Failure, first: Failure) -> bool:
+def _is_cause(new: TaskFailure, first: TaskFailure) -> bool:
     """Returns True if the failure that ended later began first."""
     if TRY_AGAIN_EXIT_CODE in (new.code, first.code):
         return new.code != first.code == TRY_AGAIN_EXIT_CODE

@@ -5,15 +5,16 @@
 `summary` adds up consecutive updates. docs/update_log.md describes the files.
 """
 
+from tfdist.policies.records import Contribution, Outcome
 from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Updates
 from tfdist.telemetry.update_log.reader import LogReader, Reading, Skipped, read_logs
-from tfdist.telemetry.update_log.records import ContributionRecord, EventKind, Header, Outcome, UpdateRecord
+from tfdist.telemetry.update_log.records import EventKind, Header, UpdateRecord
 from tfdist.telemetry.update_log.segments import Files, LocalFiles
 from tfdist.telemetry.update_log.timeline import Timeline, run_directory
 from tfdist.telemetry.update_log.writer import LogWriter
 
 __all__ = [
-    "ContributionRecord",
+    "Contribution",
     "Contributions",
     "EventKind",
     "Events",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that a writer of an update log is given: the header, one record for each update, and the codes in them."""
+"""Values that a writer of an update log is given: the header, one record for each update, and the kinds of events."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ from typing import Any, NamedTuple
 FORMAT = "tfdist update log"
 VERSION = 1
 MAX_WORKERS = 2**16
-
-
-class Outcome(enum.IntEnum):
-    """Fate of a gradient."""
-
-    ACCEPTED = 0
-    DROPPED = 1
-    LOST = 2
 
 
 class EventKind(enum.IntEnum):
@@ -36,30 +28,6 @@ class EventKind(enum.IntEnum):
     FINISHED = 8
 
 
-class ContributionRecord(NamedTuple):
-    """One gradient that was accepted, dropped or lost.
-
-    Attributes:
-      worker: index into the header's `workers`.
-      start: start of its computation, in seconds on the clock of the log.
-      arrival: time of its arrival; of a lost gradient, the time of the loss.
-      outcome: an `Outcome`.
-      staleness: global step - local step, when the gradient was applied or dropped.
-      weight: factor with which it entered the update; 0 if it didn't.
-      held: seconds for which the worker was held back before this start.
-      input: seconds from the start in which it waited for its batch; 0 if unknown.
-    """
-
-    worker: int
-    start: float
-    arrival: float
-    outcome: int = Outcome.ACCEPTED
-    staleness: int = 0
-    weight: float = 1.0
-    held: float = 0.0
-    input: float = 0.0
-
-
 class UpdateRecord(NamedTuple):
     """One update, with the gradients since the previous update. All times are seconds on the clock of the log.
 
@@ -70,7 +38,7 @@ class UpdateRecord(NamedTuple):
       wait: time for which the update waited for gradients.
       examples: number of examples in the gradients that entered; 0 if unknown.
       phase: 0: all replicas train; 1: the warmup phase.
-      contributions: tuples with the fields of `ContributionRecord`, in that order; the last one may be left away.
+      contributions: tuples with the fields of `policies.Contribution`, in that order; the last one may be left away.
       reduce: seconds from the last arrival to the end of the all-reduce; 0 if unknown.
     """
 

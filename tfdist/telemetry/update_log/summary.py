@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tfdist.policies.records import Outcome
 from tfdist.telemetry.update_log.columns import Contributions, Groups, Updates
-from tfdist.telemetry.update_log.records import Outcome
 
 GROUP_STEPS = 64
 COARSE_GROUP_STEPS = 4096

@@ -18,8 +18,8 @@ import numpy as np
 
 from tfdist.planning import simulation
 from tfdist.policies import BackupWorkers
+from tfdist.policies.records import Outcome
 from tfdist.telemetry.update_log import Timeline
-from tfdist.telemetry.update_log.records import Outcome
 from tfdist.watching.tensorboard import worker_table
 
 MIN_UPDATES = 200

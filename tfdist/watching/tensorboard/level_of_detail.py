@@ -11,8 +11,8 @@ import dataclasses
 
 import numpy as np
 
+from tfdist.policies.records import Outcome
 from tfdist.telemetry.update_log import Groups, Timeline, summary
-from tfdist.telemetry.update_log.records import Outcome
 
 # Seconds of computation by fate of the gradient, idle seconds, and counts.
 CHANNELS = (

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.policies.records import Outcome
 from tfdist.telemetry import report
 from tfdist.telemetry.report import Report
 from tfdist.telemetry.update_log import Timeline
-from tfdist.telemetry.update_log.records import Outcome
 from tfdist.watching.tensorboard import level_of_detail
 
 # Times are those of so many gradients at most, the newest.
