@@ -102,7 +102,7 @@ def test_summary_of_summaries_equals_summary(rows, small, factor):
         total = whole.total()
         for worker, outcome in itertools.product(range(made.WORKERS), range(3)):
             count = (total.accepted, total.dropped, total.lost)[outcome][0, worker]
-            assert count == sum(g.worker == worker and g.outcome == outcome for g in each)
+            assert count == sum(g.replica == worker and g.outcome == outcome for g in each)
         for worker in range(made.WORKERS):
             mine = [g for g in each if g.worker == worker]
             assert total.compute_secs[0, worker] == pytest.approx(sum(g.arrival - g.start for g in mine))
