@@ -104,7 +104,7 @@ def test_summary_of_summaries_equals_summary(rows, small, factor):
             count = (total.accepted, total.dropped, total.lost)[outcome][0, worker]
             assert count == sum(g.replica == worker and g.outcome == outcome for g in each)
         for worker in range(made.WORKERS):
-            mine = [g for g in each if g.worker == worker]
+            mine = [g for g in each if g.replica == worker]
             assert total.compute_secs[0, worker] == pytest.approx(sum(g.arrival - g.start for g in mine))
             assert total.compute_max[0, worker] == max((g.arrival - g.start for g in mine), default=0)
             assert total.held_secs[0, worker] == pytest.approx(sum(g.held for g in mine))
