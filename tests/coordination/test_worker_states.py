@@ -102,7 +102,9 @@ def test_workers_in_different_parts_of_the_same_call_are_a_deadlock():
 
 def test_workers_in_steps_of_different_collectives_are_a_deadlock():
     found = ("2 sums", "1 gather, 2 sums")
-    states = [State(f"worker:{i}", "model.fit", blocked_secs=60, part=step_of(each)) for i, each in enumerate(found)]
+    states = [
+        WorkerStatus(f"worker:{i}", "model.fit", blocked_secs=60, part=step_of(each)) for i, each in enumerate(found)
+    ]
     text = verdict(states[0], states[1:], ALL)
     assert text and "worker:0 in model.fit (a step of 2 sums), and worker:1 in model.fit (a step of 1 gather, " in text
     assert text.endswith("every worker must make the same step: remove the `if` around what only some do in it")
