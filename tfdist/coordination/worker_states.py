@@ -110,7 +110,7 @@ def _are_together(states: Sequence[WorkerStatus]) -> bool:
 
 
 def step_of(collectives: str) -> str:
-    """Returns the `WorkerStatus.part` of a step with these collectives, such as "2 sums", or with unknown ones for ""."""
+    """Returns `WorkerStatus.part` of a step with these collectives, such as "2 sums"; for "", with unknown ones."""
     return f"{STEP} of {collectives}" if collectives else STEP
 
 
