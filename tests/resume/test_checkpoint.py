@@ -113,6 +113,27 @@ def test_one_of_the_same_step_is_replaced(tmp_path: pathlib.Path):
     assert found.arrays[0][0, 0] == 2.0
 
 
+def test_one_that_is_being_replaced_is_kept_until_the_other_is_there(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory, said = _directory(tmp_path, max_to_keep=1)
+    directory.save(_of(7, 1.0))
+    rename = pathlib.Path.rename
+
+    def interrupted(path: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+        if path.name.startswith(".writing"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pathlib.Path, "rename", interrupted)
+        directory.save(_of(7, 2.0))
+    found = directory.newest()
+    assert found is not None
+    assert found.arrays[0][0, 0] == 1.0
+    assert not said
+
+
 @pytest.mark.parametrize("damage", ["no state", "no variables", "cut variables", "cut state", "other state"])
 def test_one_that_cannot_be_read_is_put_aside_and_the_one_before_is_taken(tmp_path: pathlib.Path, damage: str):
     directory, said = _directory(tmp_path)

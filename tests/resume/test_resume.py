@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import re
@@ -17,6 +18,7 @@ import tensorflow as tf
 from cutting_off import CutOff, CutOffError
 
 import tfdist
+from tfdist.compat.keras import calls
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -220,6 +222,23 @@ def test_a_training_that_has_ended_is_not_repeated(tmp_path: pathlib.Path):
     assert numbers.seen == [(0, step) for step in range(12)]
 
 
+def test_a_fit_that_was_looked_up_before_the_callback_was_made_is_known(tmp_path: pathlib.Path):
+    # As in `model.fit(x, y, callbacks=[Resume("checkpoints")])`, where nothing else of tfdist was used before.
+    def fit(epochs: int, *others: Any) -> dict[str, list[float]]:
+        calls.follow()
+        early = vars(calls.TRAINER)["fit"].__wrapped__.__get__(_model())
+        callbacks = [tfdist.callbacks.Resume(tmp_path), *others]
+        return early(X, Y, validation_data=(X, Y), epochs=epochs, callbacks=callbacks, verbose=0).history
+
+    assert len(fit(1)["val_loss"]) == 1
+    assert not calls._open
+    with pytest.raises(CutOffError):
+        fit(4, CutOff(5))
+    gc.collect()
+    assert not calls._open
+    assert len(fit(4)["val_loss"]) == 2
+
+
 def test_the_end_of_an_early_stop_is_saved(tmp_path: pathlib.Path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -288,6 +307,20 @@ def test_after_fit_a_signal_does_what_it_did_before(tmp_path: pathlib.Path):
         assert received == [signal.SIGUSR1] * 2
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_fit_that_raises_leaves_nothing_for_the_next_one(tmp_path: pathlib.Path):
+    class Refuse(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            raise CutOffError
+
+    before = signal.getsignal(signal.SIGTERM)
+    _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path)], epochs=3)
+    model = _model()
+    with pytest.raises(CutOffError):
+        _fit(model, "arrays", [tfdist.callbacks.Resume(tmp_path), Refuse()], epochs=4)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert len(_fit(model, "arrays", [], epochs=2)["loss"]) == 2
 
 
 def test_another_model_or_other_data_are_refused(tmp_path: pathlib.Path):

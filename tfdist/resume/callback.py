@@ -107,6 +107,9 @@ class Resume(keras.callbacks.Callback):
         """Restores the newest checkpoint, if there is one."""
         del logs
         self._close()
+        call = calls.fit_of(self.model)
+        if call is not None:
+            call.ends.append(self._raised)
         slurm_exits.note_resumable()
         self._metrics = None
         self._step = self._epoch = self._epoch_step = 0
@@ -307,6 +310,13 @@ class Resume(keras.callbacks.Callback):
         if self._position is None:
             raise RuntimeError("Resume: on_train_begin was not called")
         return self._position
+
+    def _raised(self, error: BaseException) -> None:
+        """Ends what a training has begun that has raised; Keras calls `on_train_end` only without an error."""
+        del error
+        if self._position is not None:
+            self._position.began()
+        self._close()
 
     def _close(self) -> None:
         self._signals.uninstall()

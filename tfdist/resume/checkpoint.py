@@ -154,7 +154,10 @@ class CheckpointDirectory:
           OSError: the directory can't be written.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        # Remains of a process that was killed while it wrote.
+        # Remains of a process that was killed while it wrote; what it was about to replace is a checkpoint again.
+        for kept in self._found():
+            if kept.name.startswith(_OLD):
+                kept.rename(kept.with_name(kept.name.removeprefix(_OLD)))
         for left in [*self._path.glob(f"{_WRITING}*"), *self._path.glob(f"{_OLD}*")]:
             shutil.rmtree(left, ignore_errors=True)
         name = f"step-{checkpoint.step:010d}"
@@ -195,10 +198,12 @@ class CheckpointDirectory:
         return None
 
     def _found(self) -> list[pathlib.Path]:
-        """Returns the folders of checkpoints, the newest first."""
+        """Returns the folders of checkpoints, the newest first; also one to be replaced by another that isn't there."""
         if not self._path.exists():
             return []
-        steps = {int(match[1]): path for path in self._path.iterdir() if (match := _NAME.fullmatch(path.name))}
+        found = {path.name.removeprefix(_OLD): path for path in self._path.glob(f"{_OLD}*")}
+        found |= {path.name: path for path in self._path.iterdir()}
+        steps = {int(match[1]): path for name, path in found.items() if (match := _NAME.fullmatch(name))}
         return [steps[step] for step in sorted(steps, reverse=True)]
 
 

@@ -85,7 +85,7 @@ class Call:
       kind: name of the method, such as "fit".
       thread: the thread that made it.
       callbacks: Keras' list of the callbacks, once it is made; before, what the user gave to `fit`, or None.
-      epochs: Keras' iterator over the epochs, once it is made.
+      epochs: Keras' iterator over the epochs, once it is made; a weak reference in a call that was opened late.
       under: the strategy whose loops it is one of, once that has looked for others beside it.
       ends: called when the call has raised, with the exception.
       arguments: the user's arguments, by name; the method is called with these.
@@ -174,6 +174,8 @@ def epochs_being_made() -> Any:
 
 class _MakingEpochs(threading.local):
     iterator: Any = None
+    # The last one that was made in no call, weakly.
+    outside: Callable[[], Any] = staticmethod(lambda: None)
 
 
 _making_epochs = _MakingEpochs()
@@ -234,9 +236,7 @@ def _opening(original: Any) -> Any:
             _add_callbacks(call)
             call.callbacks = call.arguments.get("callbacks")
         _listeners.call(call)
-        thread = threading.get_ident()
-        calls = _open.setdefault(thread, [])
-        calls.append(call)
+        _begin(call)
         try:
             with call.around:
                 result = original(self, **call.arguments)
@@ -249,11 +249,23 @@ def _opening(original: Any) -> Any:
                 raise raised from None
             raise
         finally:
-            calls.remove(call)
-            if not calls:
-                _open.pop(thread, None)
+            _end(call)
 
     return method
+
+
+def _begin(call: Call) -> None:
+    _open.setdefault(call.thread.ident or 0, []).append(call)
+
+
+def _end(call: Call) -> None:
+    """Closes a call; a second time does nothing."""
+    thread = call.thread.ident or 0
+    calls = _open.get(thread, [])
+    if call in calls:
+        calls.remove(call)
+    if not calls:
+        _open.pop(thread, None)
 
 
 # Given a model and the callbacks of a `fit`, returns those to add.
@@ -292,6 +304,8 @@ def _joining_epochs(original: Any) -> Any:
         # `fit` makes that of its validation, too.
         if call is not None and call.epochs is None:
             call.epochs = self
+        if call is None:
+            _making_epochs.outside = weakref.ref(self)
         _making_epochs.iterator = self
         try:
             original(self, *args, **kwargs)
@@ -325,8 +339,32 @@ def _joining_callbacks(original: Any) -> Any:
         is_list = call is not None and isinstance(call.callbacks, keras.callbacks.CallbackList)
         if call is not None and not is_list and getattr(self, "model", None) is call.model:
             call.callbacks = self
+        if call is None and given.get("add_history"):
+            _open_late(self, given.get("model"))
 
     return init
+
+
+def _open_late(callbacks: Any, model: Any) -> None:
+    """Opens the call of a `fit` that had begun, or that Python had looked up, before its method was wrapped.
+
+    `model.fit(x, y, callbacks=[Resume("checkpoints")])` looks up the method first. Such a call ends with
+    `on_train_end`; if it raises, with its iterator over the epochs.
+    """
+    epochs, _making_epochs.outside = _making_epochs.outside(), lambda: None
+    if model is None or epochs is None:
+        return
+    call = Call(model, "fit", callbacks=callbacks, epochs=weakref.ref(epochs))
+    _begin(call)
+    end = weakref.finalize(epochs, _end, call)
+    end.atexit = False
+    on_train_end = callbacks.on_train_end
+
+    def ending(logs: Any = None) -> None:
+        on_train_end(logs)
+        end()
+
+    patching.put(callbacks, "on_train_end", ending)
 
 
 def refuse_overlap(strategy: Any, is_exclusive: bool, nests: bool = True) -> None:

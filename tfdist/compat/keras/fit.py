@@ -9,6 +9,7 @@ import os
 import pathlib
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,20 +44,26 @@ _INTERRUPTED = (
 
 
 class EpochIterator:
-    """The epoch iterator of one `fit`.
+    """The epoch iterator of one `fit`, which keeps it alive.
 
     Args:
       iterator: Keras' own.
     """
 
     def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
+        self._iterator_of: Callable[[], Any] = weakref.ref(iterator)
+
+    @property
+    def _iterator(self) -> Any:
+        return self._iterator_of()
 
     @classmethod
     def of(cls, model: keras.Model) -> EpochIterator | None:
         """Returns the epoch iterator of an open `fit` of this model in this thread; None if there is none."""
         fit = calls.fit_of(model)
-        return None if fit is None or fit.epochs is None else cls(fit.epochs)
+        epochs = None if fit is None else fit.epochs
+        epochs = epochs() if isinstance(epochs, weakref.ref) else epochs
+        return None if epochs is None else cls(epochs)
 
     @property
     def dataset(self) -> Any:
