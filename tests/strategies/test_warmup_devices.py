@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.engines.warmup import WarmupEngine
 
 pytestmark = pytest.mark.devices
 
@@ -247,6 +248,21 @@ def test_replicas_with_data_of_their_own_go_on_where_they_are(cpus: Sequence[str
     for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert strategy.report().accepted == {"worker:0": 20, "worker:1": 13}
+
+
+def test_each_epoch_ends_once_after_many_fits(cpus: Sequence[str], monkeypatch: pytest.MonkeyPatch):
+    ended, end_epoch = [], WarmupEngine._end_epoch
+
+    def counting(self: WarmupEngine, *args: Any) -> Any:
+        ended.append(None)
+        return end_epoch(self, *args)
+
+    monkeypatch.setattr(WarmupEngine, "_end_epoch", counting)
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(epochs=9)])
+    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
+    for _ in range(4):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert len(ended) == 4
 
 
 @pytest.mark.slow

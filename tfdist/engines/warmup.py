@@ -82,6 +82,8 @@ class WarmupEngine(Engine):
         self._callbacks: Callable[[], Any] = lambda: None
         self._is_first_of_epoch = True
         self._is_resumed_in_epoch = False
+        # By model, what removes the hook at the end of its epoch; a `fit` that has ended or raised has left it.
+        self._hooks: weakref.WeakKeyDictionary[keras.Model, Callable[[], None]] = weakref.WeakKeyDictionary()
 
     @property
     def is_chief_ahead(self) -> bool:
@@ -204,10 +206,11 @@ class WarmupEngine(Engine):
         self._is_first_of_epoch = False
 
     def _watch_epoch(self, model: keras.Model) -> None:
+        self._hooks.pop(model, lambda: None)()
         if not self._warmup.is_over:
-            fit.change_logs_once(model, lambda logs, logs_of: self._end_epoch(model, logs, logs_of))
+            self._hooks[model] = fit.change_logs_once(model, self._end_epoch)
 
-    def _end_epoch(self, model: keras.Model, logs: Any, logs_of: Callable[[Any], Any]) -> Any:
+    def _end_epoch(self, model: keras.Model, logs: Any, logs_of: fit.Logs) -> Any:
         """The logs of an epoch, the first thing that `fit` asks for at its end."""
         self.meet(is_ended=True)
         self._is_first_of_epoch = True

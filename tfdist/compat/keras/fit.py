@@ -184,23 +184,34 @@ def epoch_logs_of(model: keras.Model) -> Logs:
     return getattr(model, _NAME)
 
 
-def change_logs_once(model: keras.Model, change: Callable[[Any, Logs], Any]) -> None:
+def change_logs_once(model: keras.Model, change: Callable[[keras.Model, Any, Logs], Any]) -> Callable[[], None]:
     """Replaces the function of the logs until `fit` ends its next epoch.
 
     Args:
       model: the model.
-      change: returns the logs of the epoch; called with those of the last step, and the function that was replaced.
+      change: returns the logs of the epoch; called with the model, the logs of the last step, and the function that was
+        replaced.
+
+    Returns:
+      A function that ends this sooner. It does not keep the model alive.
     """
-    beneath = epoch_logs_of(model)
+    beneath, model_of = epoch_logs_of(model), weakref.ref(model)
 
     def logs_of_epoch(logs: Any) -> Any:
         call = calls.current()
         if call is None or call.kind != "fit":
             return beneath(logs)
         remove_logs(model, logs_of_epoch)
-        return change(logs, beneath)
+        return change(model, logs, beneath)
 
+    def end() -> None:
+        found, hook = model_of(), hook_of()
+        if found is not None and hook is not None:
+            remove_logs(found, hook)
+
+    hook_of = weakref.ref(logs_of_epoch)
     put_logs(model, logs_of_epoch)
+    return end
 
 
 def put_logs(model: keras.Model, function: Logs) -> None:
