@@ -279,6 +279,21 @@ def test_training_that_raised_is_closed_and_logged(cpus: list[str], tmp_path: pa
 
 
 @pytest.mark.devices
+def test_a_fit_within_a_fit_gives_the_log_back(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
+    outer, inner = compiled(strategy), compiled(strategy)
+
+    class Within(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                fit(inner, [tfdist.callbacks.Telemetry(tmp_path / "inner")], steps=4)
+
+    fit(outer, [tfdist.callbacks.Telemetry(tmp_path / "outer"), Within()], steps=8)
+    assert [read_logs(tmp_path / each).num_updates for each in ("inner", "outer")] == [4, 8]
+    assert strategy.distribution.recorder.sink is None
+
+
+@pytest.mark.devices
 def test_validations_and_checkpoints_are_in_the_log_until_the_end(cpus: list[str], tmp_path: pathlib.Path) -> None:
     saving = keras.callbacks.ModelCheckpoint(tmp_path / "saved.keras")
     fit(compiled(mirrored(cpus)), [saving, tfdist.callbacks.Telemetry(tmp_path)], epochs=2, validation_data=(X, Y))

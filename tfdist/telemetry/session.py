@@ -106,6 +106,7 @@ class LogSink:
 
     Attributes:
       writer: writes the log; None writes none.
+      is_closed: True after `close`.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class LogSink:
         self._on_event = on_event
         self._examples_of = examples_of
         self.writer: LogWriter | None = None
+        self.is_closed = False
         # The optimizer's iterations after so many recorded updates; batches of gradient accumulation in one iteration.
         self._iterations = 0
         self._updates = 0
@@ -184,6 +186,7 @@ class LogSink:
 
     def close(self) -> None:
         """Writes what is left."""
+        self.is_closed = True
         writer, self.writer = self.writer, None
         if writer is not None:
             writer.close()
@@ -486,6 +489,8 @@ class Session:
         self._usage_at, self._usage_iteration = 0.0, -1
         self._is_closed = False
         self._max_contributions = max_contributions
+        # Of a `fit` around this one, which goes on later.
+        self._outer = getattr(recorder.sink, "__self__", None)
         # Last: from here on the recorder hands over.
         recorder.sink, recorder.step_sink = self.sink.record, self.sink.record_steps
         recorder.loss_sink = self.sink.lost
@@ -555,7 +560,7 @@ class Session:
         if ended and self.is_chief:
             self.sink.span(EventKind.FINISHED, ended, time.monotonic(), 0.0)
         if self._recorder.sink == self.sink.record:
-            self._recorder.sink = self._recorder.step_sink = self._recorder.loss_sink = None
+            self._hand_back()
         if status == summaries.SUCCESS:
             if self.is_chief:
                 end = time.time()
@@ -564,6 +569,13 @@ class Session:
             self._add_usage(self._iteration, at_end=True)
         self.sink.close()
         self.events.close()
+
+    def _hand_back(self) -> None:
+        recorder, outer = self._recorder, self._outer
+        if outer is None or outer.is_closed:
+            recorder.sink = recorder.step_sink = recorder.loss_sink = None
+        else:
+            recorder.sink, recorder.step_sink, recorder.loss_sink = outer.record, outer.record_steps, outer.lost
 
     def validated(self, begin: float, secs: float) -> None:
         """Notes a validation in the log."""
