@@ -111,6 +111,14 @@ def test_a_read_by_the_chief_leaves_the_logs_as_they_are() -> None:
         assert passed.program.fetched == 1
 
 
+def test_logs_of_another_program_are_not_shown() -> None:
+    with running_engine(1) as (engine, cluster):
+        first, second = (Pass(engine, cluster, [4]) for _ in range(2))
+        assert first.run()[-1] == 4
+        # No variable was written in between: a model without metrics resets none.
+        assert second.step() == 1
+
+
 def test_the_last_step_waits_until_the_slowest_is_done() -> None:
     with running_engine(2) as (engine, cluster):
         gate = Gate()

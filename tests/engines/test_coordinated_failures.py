@@ -62,6 +62,25 @@ def test_training_works_again_after_an_error() -> None:
             assert sorted(passed.batches) == all_of([6, 5])
 
 
+def test_an_error_of_steps_that_a_raised_call_has_left_is_in_no_later_one() -> None:
+    gate = Gate()
+
+    def work(batch: Batch) -> None:
+        if batch.position:
+            gate()
+            raise ValueError("my own message")
+
+    with running_engine(1) as (engine, cluster):
+        passed = Pass(engine, cluster, [6], work=work)
+        passed.step()
+        passed.step()
+        gate.wait_for(1)
+        # As a callback does, or Ctrl-C.
+        engine.end_call(KeyboardInterrupt())
+        gate.open()
+        assert Pass(engine, cluster, [3]).run()[-1] == 3
+
+
 def test_an_error_of_a_call_reaches_its_caller() -> None:
     def fail() -> None:
         raise ZeroDivisionError("by my own step")

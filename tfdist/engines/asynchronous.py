@@ -304,10 +304,10 @@ class AsynchronousEngine(Engine):
             queue.wait_until(step.took_batch.done)
             if not step.took_batch.result():
                 raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        logs = queue.logs
+        logs = queue.logs.get(program)
         if last or queue.has_news or logs is None:
-            queue.wait_until(lambda: not queue.pending or (not last and queue.logs is not None))
-            logs = queue.logs
+            queue.wait_until(lambda: not queue.pending or (not last and queue.logs.get(program) is not None))
+            logs = queue.logs.get(program)
         if logs is None:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return logs
@@ -356,7 +356,12 @@ class AsynchronousEngine(Engine):
         if self._queue.pending or self._queue.has_news:
             self._queue.wait_until()
         if writes:
-            self._queue.logs = None
+            self._queue.logs.clear()
+
+    def end_call(self, error: BaseException) -> None:
+        """Keeps errors of the steps that a call leaves in flight, which has raised, out of later calls."""
+        del error
+        self._queue.abandon_steps()
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
         """See `Engine.raised_in_step`: the operation of a step gives the error of a lost server another type."""

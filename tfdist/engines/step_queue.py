@@ -16,6 +16,7 @@ import concurrent.futures
 import dataclasses
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class StepQueue:
 
     Attributes:
       pending: the steps in flight.
-      logs: the flat result of the newest finished step; None if none was since the chief last wrote a variable.
+      logs: by program the flat result of its newest finished step; none from before the chief last wrote a variable.
       has_news: True if there is something for the main thread to do: an error or a warning of earlier steps, or a step
         that another worker has to make.
       on_loss: called when a worker is lost, with True, and when it is back, with False.
@@ -64,7 +65,7 @@ class StepQueue:
     ):
         self._coordinator = coordinator
         self._num_workers = num_workers
-        self.logs: list[np.ndarray] | None = None
+        self.logs: weakref.WeakKeyDictionary[Program, list[np.ndarray]] = weakref.WeakKeyDictionary()
         self._clock = clock
         self._on_update = on_update
         self._updates = 0
@@ -169,12 +170,20 @@ class StepQueue:
         with self._changed:
             self.pending.clear()
             self._handed_back.clear()
-            self.logs = None
+            self.logs.clear()
             self._logs_on_their_way = False
             self._cut_short = None
             self.has_news = False
             self._running.clear()
             self._changed.notify_all()
+
+    def abandon_steps(self) -> None:
+        """Leaves the steps in flight to end without the call that wanted them, which has raised another error."""
+        with self._changed:
+            for step in self.pending:
+                step.is_abandoned = True
+            self._error = None
+            self.has_news = bool(self._handed_back) or self._cut_short is not None
 
     # Queuing and running.
 
@@ -195,7 +204,7 @@ class StepQueue:
                 self._progressed_at = self._updated_at = now
             if needs_logs is not None:
                 is_due = not self._logs_on_their_way and now >= self._logs_due_at
-                step.wants_logs = needs_logs or self.logs is None or is_due
+                step.wants_logs = needs_logs or step.program not in self.logs or is_due
                 self._logs_on_their_way |= step.wants_logs
             self.pending.add(step)
             step.queued = True
@@ -324,11 +333,12 @@ class StepQueue:
                     self._count_updates(step, worker, made, now)
                 self.pending.remove(step)
                 self._running.discard(worker)
-                if error is not None:
+                if error is not None and not step.is_abandoned:
                     self._error, self.has_news = self._error or error, True
                 if step.wants_logs:
                     self._logs_on_their_way = False
-                    self.logs = values
+                    if values is not None:
+                        self.logs[step.program] = values
                     self._logs_due_at = now + LOG_INTERVAL_SECS
             if step.took_batch is not None:
                 resolve(step.took_batch, error is None)
@@ -422,6 +432,7 @@ class QueuedStep:
     Attributes:
       count: how many steps are still to be made, one after the other by one worker as long as its share lasts.
       result: of the last of them, as are the logs.
+      is_abandoned: True if the call that queued it has raised.
     """
 
     program: Program
@@ -431,6 +442,7 @@ class QueuedStep:
     took_batch: concurrent.futures.Future | None = None
     result: concurrent.futures.Future | None = None
     queued: bool = False
+    is_abandoned: bool = False
     # True for an update; and the number of updates and the time when it was last started.
     is_update: bool = False
     local_step: int = 0
