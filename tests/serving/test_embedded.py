@@ -349,6 +349,34 @@ def test_a_process_that_can_not_start_is_an_error_at_once(tmp_path: pathlib.Path
 
 
 @pytest.mark.processes
+def test_a_constructor_that_raises_ends_its_processes_and_another_follows(tmp_path: pathlib.Path) -> None:
+    script = """
+    import psutil
+    from tfdist.engines import server_calls
+
+    def refused(**options):
+        try:
+            tfdist.ParameterServerStrategy(num_workers=1, **options)
+        except BaseException as error:
+            print(type(error).__name__, len(psutil.Process().children()), flush=True)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    refused(start_timeout_secs=0.01)
+    check, server_calls.check_codecs = server_calls.check_codecs, interrupted
+    refused(policies=[tfdist.Compression(tfdist.compression.Threshold())])
+    server_calls.check_codecs = check
+    model(tfdist.ParameterServerStrategy(num_workers=1)).fit(X, Y, verbose=0)
+    print("trained")
+    """
+    with programs.running(textwrap.dedent(script), tmp_path) as program:
+        assert program.wait() == 0, program.output
+        for line in ("TimeoutError 0", "KeyboardInterrupt 0", "trained"):
+            assert line in program.output
+
+
+@pytest.mark.processes
 def test_an_embedded_cluster_runs_nothing_of_the_directory_and_exits(tmp_path: pathlib.Path) -> None:
     """Its program lies elsewhere, and never imports from the working directory. It ends with `sys.exit`."""
     work = tmp_path / "work"

@@ -218,13 +218,17 @@ def attach(
         embedded = EmbeddedCluster(num_workers, num_ps, uses_data_service, num_cpus)
         cluster, data_service = embedded.cluster, embedded.data_service
     attachment = Attachment(cluster, embedded, data_service)
-    if uses_data_service:
-        attachment.prepare_data_service()
-    servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
-    # The chief of an embedded cluster is no task of it, because it has no address.
-    waiting: dict[str, Any] = {"check": embedded.check, "name": "chief"} if embedded else {}
-    rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
-    attachment.watch()
+    try:
+        if uses_data_service:
+            attachment.prepare_data_service()
+        servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
+        # The chief of an embedded cluster is no task of it, because it has no address.
+        waiting: dict[str, Any] = {"check": embedded.check, "name": "chief"} if embedded else {}
+        rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
+        attachment.watch()
+    except BaseException:
+        attachment.close()
+        raise
     atexit.register(attachment.finish)
     return attachment
 
@@ -299,7 +303,11 @@ class EmbeddedCluster:
         self._supervisor = Supervisor()
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        self._processes = {str(task): self._start(task) for task in self.cluster.tasks}
+        try:
+            self._processes = {str(task): self._start(task) for task in self.cluster.tasks}
+        except BaseException:
+            self.close()
+            raise
 
     def keep_alive(self) -> None:
         """Starts a thread that restarts workers that end."""

@@ -140,35 +140,50 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         self._serving = serving = embedded.attach(
             cluster, num_workers, num_ps, start_timeout_secs, is_dynamic, _devices.served_cpus(devices_per_replica)
         )
-        if isinstance(variable_partitioner, sharded_tables.ShardedTables):
-            variable_partitioner.begin(_num_tasks_of(cluster, "ps", num_ps))
-        names = [f"worker:{index}" for index in range(serving.num_workers)]
-        self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
-        with rendezvous.naming_port(cluster):
-            super().__init__(serving.resolver(), partitioner)
-        _devices.span_workers(self, devices_per_replica, self._num_workers)
-        self._change_stock()
-        self._take_shards(partitioner, composed.is_lazy)
-        has_gpu = "GPU" in self.extended.worker_devices[0].upper()
-        self._transfer = transfer_plan.choose_plan(transfer, self._num_workers, self._num_ps, has_gpu)
-        self._transfer_mode = transfer
-        # Of the train steps of Keras' loop.
-        self._sending = self._transfer
-        fit.shorten_tracebacks()
-        self._engine = self._coordinated(data_sharding, stall_timeout_secs)
-        # Makes the train steps of Keras' loop.
-        self._training: AsynchronousEngine | RoundEngine = self._engine
-        self.distribution.coordinator = self._engine.coordinator
-        memory = ServerMemory(self, self._engine.coordinator, self._num_workers, stall_timeout_secs)
-        self.distribution.transforms = Transforms(transforms, memory)
-        self._take(policies, composed, stall_timeout_secs)
-        self._measure()
-        escape = stalls.InterruptEscape(self._engine.waited_for)
-        escape.install()
-        context.joined_cluster()
-        self.distribution.on_close = [self._leave, escape.uninstall]
-        clusters.join(serving.cluster.with_task(clusters.Task("chief", 0)))
-        self.distribution.shown = {"task": "chief:0", "workers": self._num_workers, "ps": self._num_ps}
+        try:
+            if isinstance(variable_partitioner, sharded_tables.ShardedTables):
+                variable_partitioner.begin(_num_tasks_of(cluster, "ps", num_ps))
+            names = [f"worker:{index}" for index in range(serving.num_workers)]
+            self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
+            with rendezvous.naming_port(cluster):
+                super().__init__(serving.resolver(), partitioner)
+            _devices.span_workers(self, devices_per_replica, self._num_workers)
+            self._change_stock()
+            self._take_shards(partitioner, composed.is_lazy)
+            has_gpu = "GPU" in self.extended.worker_devices[0].upper()
+            self._transfer = transfer_plan.choose_plan(transfer, self._num_workers, self._num_ps, has_gpu)
+            self._transfer_mode = transfer
+            # Of the train steps of Keras' loop.
+            self._sending = self._transfer
+            fit.shorten_tracebacks()
+            self._engine = self._coordinated(data_sharding, stall_timeout_secs)
+            # Makes the train steps of Keras' loop.
+            self._training: AsynchronousEngine | RoundEngine = self._engine
+            self.distribution.coordinator = self._engine.coordinator
+            memory = ServerMemory(self, self._engine.coordinator, self._num_workers, stall_timeout_secs)
+            self.distribution.transforms = Transforms(transforms, memory)
+            self._take(policies, composed, stall_timeout_secs)
+            self._measure()
+            escape = stalls.InterruptEscape(self._engine.waited_for)
+            escape.install()
+            context.joined_cluster()
+            self.distribution.on_close = [self._leave, escape.uninstall]
+            clusters.join(serving.cluster.with_task(clusters.Task("chief", 0)))
+            self.distribution.shown = {"task": "chief:0", "workers": self._num_workers, "ps": self._num_ps}
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Ends what a constructor that raises has started."""
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            self.distribution.is_closed = True
+            engine.close()
+            stop_coordinator(engine.coordinator)
+        self._serving.close()
+        if self._serving.embedded is not None:
+            coordinator.disconnect()
 
     def _change_stock(self) -> None:
         """Replaces what the stock strategy does otherwise, before the first variable is made."""
@@ -295,6 +310,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         workers = f"the {self._num_workers} workers" if self._num_workers > 1 else "the worker"
         if self.distribution.is_closed:
             return
+        if call.model.distribute_strategy is self:
+            call.ends.append(self._engine.end_call)
         scope.begin(self, call, f"the chief would train the model alone, without {workers}")
 
     def _begin_call(self) -> None:

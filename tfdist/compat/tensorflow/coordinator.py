@@ -221,11 +221,13 @@ def connect(cluster_spec: tf.train.ClusterSpec) -> None:
 
 
 def disconnect() -> None:
-    """Takes this process out of its cluster; it can continue alone, or join another cluster.
+    """Takes this process out of its cluster, if it is in one; it can continue alone, or join another cluster.
 
     Else TensorFlow would register each new function with the servers, and write an error for each that has ended.
     """
     described = copy.deepcopy(context.context().get_server_def())
+    if described is None:
+        return
     for job in [job for job in described.cluster.job if job.name != CHIEF_JOB]:
         described.cluster.job.remove(job)
     described.ClearField("cluster_device_filters")
