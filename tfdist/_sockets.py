@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets: "host:port" addresses as TensorFlow's gRPC servers understand them, listening, and a server of lines.
+"""Sockets: "host:port" addresses as TensorFlow's gRPC servers understand them, listening, proofs, a server of lines.
 
 The port of a task is open to every host that reaches its machine. A hostile peer stays silent, sends garbage, never
 ends a line or connects a thousand times. It must neither delay a task of the job nor fill the memory. So the server
@@ -14,7 +14,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import hmac
 import ipaddress
+import json
 import re
 import selectors
 import socket
@@ -28,6 +30,8 @@ T = TypeVar("T")
 Conversation = Generator[bytes, bytes, None]
 
 MOST_PEERS = 128
+# Most open connections of peers that have not proved that they belong to the job, where members stay connected.
+MOST_STRANGERS = 64
 # Longest time of a conversation from the first byte to the last; a task's conversation takes milliseconds.
 PEER_SECS = 10.0
 _JOIN_SECS = 5.0
@@ -118,6 +122,23 @@ def _port_problem(port: str) -> tuple[str, str] | None:
     if not _PORT.fullmatch(port) or int(port) > 65535:
         return "has a port that is not a number from 1 to 65535", _EXAMPLE
     return None
+
+
+def proof(secret: bytes, *words: object) -> bytes:
+    """Proof that the sender of `words` knows the job's secret, which itself is not sent.
+
+    HMAC-SHA256 (RFC 2104) of the words as JSON, so no two lists of words are the same message. The words are the
+    protocol, the sender's role, and a nonce of each side. With an empty secret a proof proves nothing.
+    """
+    return hmac.digest(secret, json.dumps(words).encode(), "sha256")
+
+
+def is_proof(received: bytes | str, secret: bytes, *words: object) -> bool:
+    """Returns True for the `proof` of these words, as bytes or in hexadecimal digits. Compares in constant time."""
+    expected = proof(secret, *words)
+    if isinstance(received, str):
+        return hmac.compare_digest(received.encode(errors="replace"), expected.hex().encode())
+    return hmac.compare_digest(received, expected)
 
 
 def listen_everywhere(port: int) -> socket.socket:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfdist import _sockets
@@ -313,6 +314,14 @@ class Cluster:
 
 # The cluster that a strategy of this process has joined.
 _joined: Cluster | None = None
+
+
+def digest_of(tasks: Iterable[Task]) -> str:
+    """16 hexadecimal digits by which tasks compare their clusters.
+
+    Addresses don't count: each machine may write them differently.
+    """
+    return hashlib.sha256(json.dumps([str(task) for task in tasks]).encode()).hexdigest()[:16]
 
 
 def _current() -> Cluster | None:

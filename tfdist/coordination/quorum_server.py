@@ -24,7 +24,6 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
-import hmac
 import math
 import secrets
 import selectors
@@ -242,7 +241,7 @@ def read_greeting(data: bytes) -> bytes:
 
 def claim(secret: bytes, worker: int, server_nonce: bytes, nonce: bytes) -> bytes:
     """Returns the message with which a worker identifies itself."""
-    return _CLAIM.pack(MAGIC, worker, nonce, _proof(secret, b"worker", worker, server_nonce, nonce))
+    return _CLAIM.pack(MAGIC, worker, nonce, _sockets.proof(secret, *_words("worker", worker, server_nonce, nonce)))
 
 
 def read_claim(data: bytes, secret: bytes, num_workers: int, server_nonce: bytes) -> tuple[int, bytes]:
@@ -257,11 +256,11 @@ def read_claim(data: bytes, secret: bytes, num_workers: int, server_nonce: bytes
     magic, worker, nonce, proof = _CLAIM.unpack(data)
     if magic != MAGIC:
         raise ProtocolError("does not speak this protocol")
-    if not hmac.compare_digest(proof, _proof(secret, b"worker", worker, server_nonce, nonce)):
+    if not _sockets.is_proof(proof, secret, *_words("worker", worker, server_nonce, nonce)):
         raise ProtocolError("does not know this job's secret")
     if worker >= num_workers:
         raise ProtocolError(f"says that it is worker {worker} of {num_workers}")
-    return worker, _proof(secret, b"server", worker, server_nonce, nonce)
+    return worker, _sockets.proof(secret, *_words("server", worker, server_nonce, nonce))
 
 
 def check_answer(answer: bytes, secret: bytes, worker: int, server_nonce: bytes, nonce: bytes) -> None:
@@ -270,14 +269,12 @@ def check_answer(answer: bytes, secret: bytes, worker: int, server_nonce: bytes,
     Raises:
       ProtocolError: the sender doesn't know the secret.
     """
-    if not hmac.compare_digest(answer, _proof(secret, b"server", worker, server_nonce, nonce)):
+    if not _sockets.is_proof(answer, secret, *_words("server", worker, server_nonce, nonce)):
         raise ProtocolError("does not know this job's secret")
 
 
-def _proof(secret: bytes, role: bytes, worker: int, server_nonce: bytes, nonce: bytes) -> bytes:
-    # All parts but the role have one length each, and no role begins with another: two messages can't be the same.
-    message = role + struct.pack("!I", worker) + server_nonce + nonce
-    return hmac.digest(secret, message, "sha256")
+def _words(role: str, worker: int, server_nonce: bytes, nonce: bytes) -> tuple[str | int, ...]:
+    return "quorum", role, worker, server_nonce.hex(), nonce.hex()
 
 
 STATUS_EVERY_SECS = 2.0
@@ -285,8 +282,6 @@ STATUS_EVERY_SECS = 2.0
 SILENCE_SECS = 30.0
 _HANDSHAKE_SECS = 10.0
 _RECEIVE_BYTES = 4096
-# Most open connections without a complete handshake.
-_MOST_STRANGERS = 64
 # Most log lines about refused connections between two statuses, so that a flood doesn't fill the disk.
 _MOST_LINES = 10
 _NO_RESOURCES_SECS = 0.01
@@ -416,8 +411,8 @@ class QuorumServer:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         now = self._clock()
         connection = _Connection(accepted, f"{peer[0]}:{peer[1]}", secrets.token_bytes(NONCE_BYTES), now, now)
-        if len(self._strangers) >= _MOST_STRANGERS:
-            self._make_room(f"was one of more than {_MOST_STRANGERS} that had not introduced themselves")
+        if len(self._strangers) >= _sockets.MOST_STRANGERS:
+            self._make_room(f"was one of more than {_sockets.MOST_STRANGERS} that had not introduced themselves")
         self._strangers[connection] = None
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         self._send(connection, greeting(connection.nonce))

@@ -12,17 +12,14 @@ that has reached all others, and was reached by them, continues and starts Tenso
     caller -> answering                   tfdist met: the proof is right
               answering -> caller         tfdist met
 
-A proof is an HMAC-SHA256 (RFC 2104) under the job's secret, which itself is not sent. Without a secret the key is
-empty; then a proof proves nothing, and tasks trust each other. The last two lines exist because the answering task may
-start its TensorFlow server at once, and a task that starts late can't tell that server from a foreign one.
+A proof is that of `_sockets.proof`. Without a secret, tasks trust each other. The last two lines exist because the
+answering task may start its TensorFlow server at once, and a task that starts late can't tell that server from a
+foreign one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
 import secrets
 import socket
 import threading
@@ -30,9 +27,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from tfdist import _log, _sockets
-from tfdist.cluster import Cluster, Task
+from tfdist.cluster import Cluster, Task, digest_of
 
 _MAGIC = b"tfdist"
+_PROTOCOL = "rendezvous"
 MET = b"tfdist met\n"
 REFUSED = b"tfdist refused\n"
 # Result for a port at which TensorFlow's server answers: that task has met all others already.
@@ -138,9 +136,7 @@ def _missing(cluster: Cluster, reasons: dict[Task, str]) -> str:
 
 
 def _digest(cluster: Cluster) -> str:
-    # Without the addresses, which may be written differently on each machine.
-    tasks = json.dumps([str(task) for task in cluster.training_tasks])
-    return hashlib.sha256(tasks.encode()).hexdigest()[:16]
+    return digest_of(cluster.training_tasks)
 
 
 def hello(cluster: Cluster, *words: str) -> bytes:
@@ -150,11 +146,6 @@ def hello(cluster: Cluster, *words: str) -> bytes:
 
 def _nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
-
-
-def _proof(secret: bytes, *words: str) -> str:
-    # No word has a space in it, so two messages can't be the same.
-    return hmac.digest(secret, " ".join(["tfdist rendezvous", *words]).encode(), "sha256").hex()
 
 
 def answers(address: str, timeout_secs: float) -> bool:
@@ -192,10 +183,10 @@ class Answering:
         if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(self._cluster)]:
             return
         task, asked, proof = words[2:]
-        if not _is_same(proof, _proof(self._secret, "caller", task, mine, nonce, asked)):
+        if not _sockets.is_proof(proof, self._secret, _PROTOCOL, "caller", task, mine, nonce, asked):
             yield REFUSED
             return
-        answer = _proof(self._secret, "answering", task, mine, nonce, asked)
+        answer = _sockets.proof(self._secret, _PROTOCOL, "answering", task, mine, nonce, asked).hex()
         if (yield f"{_MAGIC.decode()} {answer}\n".encode()) + b"\n" == MET:
             self._on_met(task)
             yield MET
@@ -231,11 +222,6 @@ class _AllInterfaces:
                 f"it is known here; listening on all interfaces, until all have met"
             )
             self._answering.listen_everywhere()
-
-
-def _is_same(proof: str, expected: str) -> bool:
-    """Compares in constant time."""
-    return hmac.compare_digest(proof.encode(), expected.encode())
 
 
 def _listen(cluster: Cluster) -> list[socket.socket]:
@@ -361,10 +347,14 @@ def ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
 def _prove(connection: socket.socket, cluster: Cluster, task: Task, secret: bytes, nonce: str) -> bool:
     """Proves this task's identity; returns True if the other task has proved its own."""
     mine, own = str(cluster.task), _nonce()
-    connection.sendall(hello(cluster, own, _proof(secret, "caller", mine, str(task), nonce, own)))
+    claim = _sockets.proof(secret, _PROTOCOL, "caller", mine, str(task), nonce, own)
+    connection.sendall(hello(cluster, own, claim.hex()))
     words = _read_line(connection).decode(errors="replace").split()
-    expected = _proof(secret, "answering", mine, str(task), nonce, own)
-    return len(words) == 2 and words[0] == _MAGIC.decode() and _is_same(words[1], expected)
+    return (
+        len(words) == 2
+        and words[0] == _MAGIC.decode()
+        and _sockets.is_proof(words[1], secret, _PROTOCOL, "answering", mine, str(task), nonce, own)
+    )
 
 
 def _read_line(connection: socket.socket) -> bytes:

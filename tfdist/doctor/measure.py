@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import socket
@@ -31,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist import _files, _log, _sockets
-from tfdist.cluster import Cluster, Task
+from tfdist.cluster import Cluster, Task, digest_of
 
 FORMAT, VERSION = "tfdist network", 1
 _PINGS = 30
@@ -200,11 +199,6 @@ def summary(links: Sequence[MeasuredLink]) -> str:
     )
 
 
-def _digest(cluster: Cluster) -> str:
-    # Without the addresses, which may be written differently on each machine.
-    return hashlib.sha256(json.dumps([str(task) for task in cluster.tasks]).encode()).hexdigest()[:16]
-
-
 @contextlib.contextmanager
 def _connected(cluster: Cluster, task: Task, kind: str, deadline: float) -> Any:
     address = _sockets.split_address(cluster.address(task))
@@ -222,7 +216,7 @@ def _connected(cluster: Cluster, task: Task, kind: str, deadline: float) -> Any:
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(max(0.1, deadline - time.monotonic()))
-        connection.sendall(f"measure {cluster.task} {_digest(cluster)} {kind}\n".encode())
+        connection.sendall(f"measure {cluster.task} {digest_of(cluster.tasks)} {kind}\n".encode())
         yield connection
 
 
@@ -308,7 +302,7 @@ class _Answering:
             connection.settimeout(_CONNECT_SECS)
             stream = connection.makefile("rb")
             words = stream.readline(_sockets.LINE_BYTES).decode(errors="replace").split()
-            if len(words) != 4 or words[0] != "measure" or words[2] != _digest(self._cluster):
+            if len(words) != 4 or words[0] != "measure" or words[2] != digest_of(self._cluster.tasks):
                 return
             connection.settimeout(max(0.1, self._deadline - time.monotonic()))
             {"ping": self._ping, "sink": self._sink}.get(words[3], self._take)(connection, stream, words[3])

@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
-import hmac
 import json
 import secrets
 import socket
@@ -91,6 +89,7 @@ class PodVerdict:
 
 
 GREETING_SECS = 10.0
+_PROTOCOL = "pods"
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -99,11 +98,6 @@ def keep_alive(connection: socket.socket) -> None:
     _sockets.keep_alive(connection, idle_secs=10, every_secs=5, probes=4)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30000)
-
-
-def proof_of(secret: str, *parts: object) -> str:
-    """Returns the HMAC-SHA256 of `parts`, which proves that the sender knows the secret."""
-    return hmac.new(secret.encode(), json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
 
 def send_message(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -156,7 +150,6 @@ def close_connection(connection: socket.socket) -> None:
 
 
 _LINGER_SECS = 5.0
-_MOST_STRANGERS = 64
 _NO_RESOURCES_SECS = 0.05
 
 
@@ -187,7 +180,7 @@ class Leader:
         self._say = say
         self._tasks = frozenset(tasks)
         self._rules = rules
-        self._secret = secret
+        self._secret = secret.encode()
         self._hold_secs = hold_secs
         self._changed = threading.Condition()
         self._members: dict[str, socket.socket] = {}
@@ -236,7 +229,7 @@ class Leader:
                     self._changed.wait(_NO_RESOURCES_SECS)
                 continue
             with self._changed:
-                if len(self._strangers) >= _MOST_STRANGERS:
+                if len(self._strangers) >= _sockets.MOST_STRANGERS:
                     self._make_room()
                 self._strangers[connection] = str(address[0])
             threading.Thread(target=self._serve, args=(connection,), name="tfdist pod member", daemon=True).start()
@@ -282,11 +275,13 @@ class Leader:
         send_message(connection, {"nonce": own})
         hello = read_message(lines)
         task, counts, nonce = str(hello["task"]), Counts(*map(int, hello["counts"])), str(hello["nonce"])
-        proof = proof_of(self._secret, "member", own, nonce, task, counts.failures, counts.ignored)
-        if task not in self._tasks or not hmac.compare_digest(proof, str(hello["proof"])):
+        words = (_PROTOCOL, "member", own, nonce, task, counts.failures, counts.ignored)
+        if task not in self._tasks or not _sockets.is_proof(str(hello["proof"]), self._secret, *words):
             raise ValueError("no member of this job")
         keep_alive(connection)
-        return task, self._join(task, counts, connection, proof_of(self._secret, "leader", nonce, own))
+        return task, self._join(
+            task, counts, connection, _sockets.proof(self._secret, _PROTOCOL, "leader", nonce, own).hex()
+        )
 
     def _join(self, task: str, counts: Counts, connection: socket.socket, proof: str) -> bool:
         """Sends the leader's proof, unless the pod is of the next attempt; returns False if the pod has not joined.
@@ -419,7 +414,7 @@ class Member:
     ) -> None:
         self._task = task
         self._address = address
-        self._secret = secret
+        self._secret = secret.encode()
         self._counts = counts
         self._lost = PodVerdict(
             lost_exit_code, f"{address[0]}, the host of the job's first task, can't be reached any more"
@@ -528,9 +523,9 @@ class Member:
     def _greet(self, connection: socket.socket, lines: BinaryIO) -> None:
         own, counts = secrets.token_hex(16), self._counts
         nonce = str(read_message(lines)["nonce"])
-        proof = proof_of(self._secret, "member", nonce, own, self._task, counts.failures, counts.ignored)
         numbers = (counts.failures, counts.ignored)
+        proof = _sockets.proof(self._secret, _PROTOCOL, "member", nonce, own, self._task, *numbers).hex()
         send_message(connection, {"task": self._task, "counts": numbers, "nonce": own, "proof": proof})
-        if not hmac.compare_digest(proof_of(self._secret, "leader", own, nonce), str(read_message(lines)["proof"])):
+        if not _sockets.is_proof(str(read_message(lines)["proof"]), self._secret, _PROTOCOL, "leader", own, nonce):
             raise ValueError("no leader of this job")
         keep_alive(connection)
