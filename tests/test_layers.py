@@ -255,6 +255,23 @@ def test_files_start_with_the_licence_and_say_what_they_are_for(path: pathlib.Pa
     assert ast.get_docstring(_tree(path))
 
 
+def _has_tests(path: pathlib.Path) -> bool:
+    return any(
+        (isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
+        or (isinstance(node, ast.ClassDef) and node.name.startswith("Test"))
+        for node in _tree(path).body
+    )
+
+
+def test_files_with_tests_are_named_so_that_they_run():
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.name.startswith("test_")]
+    run = {name for text in texts for name in re.findall(r'child_pytest\.files\("(\w+)"\)', text)}
+    others = [path.name for path in paths if _has_tests(path) and not path.name.startswith("test_")]
+    is_run = {name: name.endswith("_checks.py") and any(name.startswith(f"{each}_") for each in run) for name in others}
+    assert len(others) > 10 and all(is_run.values()), is_run
+
+
 # What is below the public surface of TensorFlow and Keras is reached in compat/ only. Modules that name neither can't.
 BEHIND_THE_WALL = [path for path in MODULES if _part(path) not in ("compat", *WITHOUT_TENSORFLOW)]
 

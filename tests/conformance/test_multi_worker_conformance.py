@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MultiWorkerMirroredStrategy and its policies on two real processes: see `multi_worker_conformance.py`."""
+"""MultiWorkerMirroredStrategy and its policies on two real processes: see `multi_worker_conformance_checks.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import child_pytest
 import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(960)]
-
-FILES = [*child_pytest.HERE.glob("*/multi_worker_conformance.py"), *child_pytest.HERE.glob("*/multi_worker_checks.py")]
 
 WITHOUT_POLICY = frozenset({"", "TestMultiWorker"})
 
@@ -30,6 +28,6 @@ def outcomes(
     return lambda owner: of(WITHOUT_POLICY if owner in WITHOUT_POLICY else frozenset({owner}))
 
 
-@pytest.mark.parametrize("check", child_pytest.checks(FILES))
+@pytest.mark.parametrize("check", child_pytest.checks(child_pytest.files("multi_worker")))
 def test_on_two_workers(outcomes: Callable[[str], child_pytest.Outcomes], check: child_pytest.Check) -> None:
     child_pytest.expect_success(outcomes(check.owner), check)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One embedded cluster for all checks of `aggregated_*.py`, and what they have in common. A pytest plugin."""
+"""One embedded cluster for all checks of `aggregated_*checks.py`, and what they have in common. A pytest plugin."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One embedded cluster of 3 workers for all checks of `parameter_server_*.py`, and what they have in common.
+"""One embedded cluster of 3 workers for all checks of `parameter_server_*checks.py`, and what they have in common.
 
 A plugin of the pytest that `test_parameter_server.py` starts: TensorFlow's context belongs to the cluster from then on.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers of parameter servers that span devices: what each device computes, policies, tables, files and bad input.
 
-Run by `test_server_parts.py`. `tests/conformance/server_parts_conformance.py` compares numbers with one device.
+Run by `test_server_parts.py`. `tests/conformance/server_parts_conformance_checks.py` compares numbers with one device.
 """
 
 from __future__ import annotations

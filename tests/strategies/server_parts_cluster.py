@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One embedded cluster whose two workers have two logical CPUs each, for `server_parts_*.py`. A pytest plugin."""
+"""One embedded cluster whose two workers have two logical CPUs each, for `server_parts_*checks.py`. A pytest plugin."""
 
 from __future__ import annotations
 

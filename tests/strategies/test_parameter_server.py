@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ParameterServerStrategy` under unmodified Keras, on one embedded cluster of three workers.
 
-The checks themselves stand in `parameter_server_*.py`.
+The checks themselves stand in `parameter_server_*checks.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1560)]
 
-PLUGIN = "parameter_server_cluster"
-outcomes = child_pytest.outcomes_of(PLUGIN, timeout_secs=1500)
+outcomes = child_pytest.outcomes_of("parameter_server_cluster", timeout_secs=1500)
 
 
-@pytest.mark.parametrize("check", child_pytest.checks(child_pytest.files("parameter_server_*", PLUGIN)))
+@pytest.mark.parametrize("check", child_pytest.checks(child_pytest.files("parameter_server")))
 def test_on_a_cluster(outcomes: child_pytest.Outcomes, check: child_pytest.Check) -> None:
     child_pytest.expect_success(outcomes, check)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ParameterServerStrategy` with a policy, on one embedded cluster of four workers and two parameter servers.
 
-The checks themselves stand in `aggregated_*.py`.
+The checks themselves stand in `aggregated_*checks.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1560)]
 
-PLUGIN = "aggregated_cluster"
-outcomes = child_pytest.outcomes_of(PLUGIN, timeout_secs=1500)
+outcomes = child_pytest.outcomes_of("aggregated_cluster", timeout_secs=1500)
 
 
-@pytest.mark.parametrize("check", child_pytest.checks(child_pytest.files("aggregated_*", PLUGIN)))
+@pytest.mark.parametrize("check", child_pytest.checks(child_pytest.files("aggregated")))
 def test_on_a_cluster(outcomes: child_pytest.Outcomes, check: child_pytest.Check) -> None:
     child_pytest.expect_success(outcomes, check)

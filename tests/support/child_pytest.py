@@ -138,9 +138,9 @@ def run(
     return Outcomes(problems, "\n----\n".join(logs))
 
 
-def files(pattern: str, plugin: str) -> list[pathlib.Path]:
-    """The files of checks of this name in any folder, but for the plugin."""
-    return sorted(path for path in HERE.glob(f"*/{pattern}.py") if path.stem != plugin)
+def files(name: str) -> list[pathlib.Path]:
+    """The files of checks whose name begins so, in any folder."""
+    return sorted(HERE.glob(f"*/{name}_*checks.py"))
 
 
 def outcomes_of(plugin: str, timeout_secs: float) -> Any:

@@ -249,7 +249,7 @@ def test_an_error_of_an_operation_reaches_the_user(strategy: Any, eager: bool) -
         # Near the beginning, and where the operation was made: not behind the frames of Keras' loop.
         told = raised.value.message.splitlines()[:5]
         assert any("my own message" in line for line in told)
-        assert any("parameter_server_loops.py" in line for line in told)
+        assert any("parameter_server_loops_checks.py" in line for line in told)
     works_again(strategy)
 
 

@@ -28,7 +28,7 @@ _SYNCHRONOUS = {
 }
 
 
-# `parameter_server_first_calls.py` has the eager loop. Loss scaling is the same loop with another optimizer.
+# `parameter_server_first_calls_checks.py` has the eager loop. Loss scaling is the same loop with another optimizer.
 _AS_OTHERS = {
     *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
     *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
@@ -53,8 +53,8 @@ class TestAsynchronous(Conformance):
         - left_out
     )
 
-    # No part of a batch is empty; `parameter_server_inputs.py` counts what `evaluate` and `predict` read,
-    # `parameter_server_loops.py` has callbacks and errors, `parameter_server_models.py` has steps of a model's own.
+    # No part of a batch is empty; `parameter_server_inputs_checks.py` counts what `evaluate` and `predict` read,
+    # `parameter_server_loops_checks.py` has callbacks and errors, `parameter_server_models_checks.py` own steps.
     slow_tests = frozenset(
         {
             "test_callbacks_stop_schedule_save_and_restore",
@@ -70,7 +70,7 @@ class TestAsynchronous(Conformance):
     )
     # Batches are not divided.
     test_batch_of_several_first_dimensions_is_refused = None
-    # Logs that are no metrics are those of any step; `parameter_server_inputs.py` counts in metrics.
+    # Logs that are no metrics are those of any step; `parameter_server_inputs_checks.py` counts in metrics.
     test_every_batch_of_a_generator_is_used_once = None
 
     @pytest.fixture(autouse=True)

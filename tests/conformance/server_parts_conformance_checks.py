@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import spanning
-from aggregated_conformance import TestAggregated as _Aggregated
+from aggregated_conformance_checks import TestAggregated as _Aggregated
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 
 import tfdist

@@ -34,7 +34,7 @@ class TestAggregated(Conformance):
             "first call, optimizer of its own",
         }
     )
-    # `evaluate` reads whole batches. `aggregated_overlap.py` has the calls that overlap.
+    # `evaluate` reads whole batches. `aggregated_overlap_checks.py` has the calls that overlap.
     slow_tests = frozenset(
         {
             "test_calls_within_callbacks_work",

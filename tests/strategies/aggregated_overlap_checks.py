@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from aggregated_asynchronous import counting
+from aggregated_asynchronous_checks import counting
 from aggregated_cluster import BATCH, COUNT, STEPS, X, Y, compiled
 from overlapping import during_fit
 
