@@ -342,8 +342,8 @@ class QuorumServer:
         self._strangers: dict[_Connection, None] = {}
         self._num_refused = 0
         self._lost: set[int] = set()
-        # By worker: the step that Keras asked for last, the step of the contribution that it computes, and the number
-        # of examples in an accepted contribution.
+        # By worker: the step that Keras requested last, the step that it computes, and the number of examples in an
+        # accepted contribution.
         self._wanted: dict[int, int] = {}
         self._started: dict[int, int] = {}
         self._examples: dict[int, int] = {}

@@ -13,8 +13,8 @@ that has reached all others, and was reached by them, continues and starts Tenso
               answering -> caller         tfdist met
 
 A proof is that of `_sockets.proof`. Without a secret, tasks trust each other. The last two lines exist because the
-answering task may start its TensorFlow server at once, and a task that starts late can't tell that server from a
-foreign one.
+answering task may start its TensorFlow server at once. A task that starts late can't tell that server from a foreign
+one.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class _AllInterfaces:
     """Fallback that listens on all interfaces if other tasks answer this task but don't reach it.
 
     A machine with several networks, or a virtual address, may have one name for all of them, which each machine
-    resolves differently. Listening on all interfaces adds little risk for this short time: a peer without the secret is
+    resolves differently. Listening on all interfaces adds little risk for this short time. A peer without the secret is
     refused there, too, and TensorFlow's server listens on all interfaces soon afterwards.
     """
 

@@ -176,9 +176,9 @@ class BlockedCall:
 class Idleness:
     """Detects that this process computes nothing: it uses next to no CPU time, and its threads want none.
 
-    A process that is blocked in a collective is idle; one that computes a long step is not, also where others take the
-    CPUs away from it. Then the kernel counts for how long its threads have waited for a CPU, in `schedstat`. The
-    threads of a blocked process wake up often, too; on a busy machine one of them is runnable at every third look.
+    A process that is blocked in a collective is idle. A process that computes a long step is not, also where others
+    take the CPUs away from it. Then the kernel counts for how long its threads have waited for a CPU, in `schedstat`.
+    The threads of a blocked process wake up often, too; on a busy machine one of them is runnable at every third look.
 
     Args:
       tasks: folder with the threads of this process.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of workers that wait for each other, and the decision whether a wait can still end. No TensorFlow import.
 
-A call that needs all workers ends late if a worker is slow, and never if a worker has ended, or if all of them wait,
-each in another call. Each worker publishes its `WorkerStatus` while it waits; `verdict` tells these cases apart.
+A call that needs all workers ends late if a worker is slow. It never ends if a worker has ended, or if all wait, each
+in another call. Each worker publishes its `WorkerStatus` while it waits; `verdict` tells these cases apart.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 """Exchange of small values between the workers of a MultiWorkerMirroredStrategy, outside of TensorFlow's graphs.
 
 The cluster's coordination service is a key-value store. All workers run the same script, so the n-th exchange is the
-same on all of them, and n is part of its key, with its name: workers that come to different exchanges take nothing for
-the other's value.
+same on all of them. Its key has its name and n: workers that come to different exchanges never take each other's
+values.
 
-No wait for other workers continues when it can't end. Once a second a thread of each worker looks if the worker waits:
-in an exchange, in a sum (`joint`), or inside of a function of TensorFlow's with collectives. A worker that waits
-publishes its `WorkerStatus` and reads those of the others. If `worker_states.verdict` says that its wait can't end, it
-fails it: an exchange or a sum by an exception, TensorFlow's collectives by aborting them. A worker that ends publishes
-that, too.
+No wait for other workers continues when it can't end. Once a second a thread of each worker looks if the worker waits
+in an exchange, in a sum (`joint`), or in a TensorFlow function with collectives. A worker that waits publishes its
+`WorkerStatus`, and reads the others'. It fails its wait if `worker_states.verdict` says that it can't end: an exchange
+or a sum by an exception, TensorFlow's collectives by aborting them. A worker that ends publishes that, too.
 """
 
 from __future__ import annotations
@@ -194,7 +193,7 @@ class Agreement:
     def from_chief_at(self, place: str, name: str, value: Callable[[], Any], what: str) -> Any:
         """Like `from_chief`, in a call that the chief may also make alone: it has no number, and never waits.
 
-        The others take the result of the chief's call of the same name at the same place of the program, which is
+        The others take the result of the chief's call of the same name at the same place of the program. That is
         `place` after the same number of exchanges; of several such calls, the n-th takes the result of the n-th. Where
         the chief has made no call of this name, that is its last call of any name, once this has ended.
         """
@@ -798,8 +797,8 @@ def _function_of(name: str) -> str:
 
 # Counters of all workers' processes, such as bytes sent: each worker posts its own to the coordination service.
 #
-# A worker may ask at any time, without the others: it gets its own counters as of now, and those of the others as of
-# their last post, which is `usage.EVERY_SECS` old at most.
+# A worker may ask at any time, without the others. It gets its own counters as of now, and the others' as of their last
+# post, which is `usage.EVERY_SECS` old at most.
 
 
 # Longest time that `fetch` asks for others' counters.

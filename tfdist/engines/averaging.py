@@ -248,8 +248,8 @@ class _Settling(keras.callbacks.Callback):
 
 # The data of a strategy whose replicas train alone: `fit` reads them without asking anybody.
 #
-# In `fit` every worker iterates over whole batches, of which each replica takes its part in the step; or over the parts
-# of its own replicas. The iterator is tf.data's, and its elements are handles that hold the batch.
+# In `fit` every worker iterates over whole batches, of which each replica takes its part in the step. Or it iterates
+# over the parts of its own replicas. The iterator is tf.data's, and its elements are handles that hold the batch.
 
 
 # Forms of handles: their content is a batch of all replicas, or a tuple of the parts of this worker's replicas.

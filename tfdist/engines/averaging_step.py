@@ -74,8 +74,8 @@ class Average:
       sum_over_workers: sums tensors over all workers, in cross-replica context.
       num_workers: on how many the replicas are.
       times: takes the times of the steps.
-      sum_differences: returns what sums over all workers how far the parameters of an optimizer came since the last
-        average, or None to sum parameters as they are; asked while an average is traced.
+      sum_differences: returns a function that sums over all workers the change of an optimizer's parameters since the
+        last average; None to sum parameters as they are. Called while an average is traced.
 
     Attributes:
       count: what was done so far.
@@ -514,9 +514,9 @@ class AveragedVariables:
 def sort_state(model: keras.Model, optimizer_state: str) -> AveragedVariables:
     """Sorts a model's variables.
 
-    Besides the parameters these are always averaged: statistics of layers; of the optimizers moving averages of the
-    parameters, gradients that are being accumulated, and what loss scaling keeps. `iterations` are the same on all
-    replicas, because each counts its steps; with loss scaling, which leaves some out, they are averaged.
+    Besides the parameters, statistics of layers are always averaged. So are the optimizers' moving averages of
+    parameters, accumulated gradients, and the state of loss scaling. `iterations` are the same on all replicas, because
+    each counts its steps; with loss scaling, which leaves some out, they are averaged.
 
     Args:
       model: its optimizers were built.

@@ -65,7 +65,7 @@ class Engine(SavedState, abc.ABC):
     def barrier(self, writes: bool = False) -> None:
         """Waits until each step that was run has made its update, so that later reads and writes come after it.
 
-        By default there is nothing to wait for: the operations of a step make the update before Keras' function
+        By default there is nothing to wait for. The operations of a step make the update before Keras' function
         returns, and late contributions only read variables.
 
         Args:

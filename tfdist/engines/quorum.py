@@ -17,9 +17,9 @@ So a collective never waits for a gradient. A late worker continues to compute m
 contribution is complete, and the quorum server drops the contribution. All workers apply the same sum, so their weights
 stay equal to the bit.
 
-Ownership: the quorum server owns the policy. Keras' step alone launches collectives and writes variables; the second
+Ownership: the quorum server owns the policy. Keras' step alone launches collectives and writes variables. The second
 thread computes while Keras' step waits for a round; a contribution that takes longer is dropped. In a graph of the
-user's own the wait is in an operation that calls Python, so it occupies one of TensorFlow's inter-op threads; the
+user's own the wait is in an operation that calls Python. So it occupies one of TensorFlow's inter-op threads; the
 strategy adds one thread for it.
 """
 

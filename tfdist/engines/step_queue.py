@@ -6,7 +6,7 @@ and raised in the main thread at its next call. Errors of lost tasks are left to
 closure on another worker.
 
 If the data have ended on one worker only, its closure is rescheduled for another worker, and the worker's thread is
-*parked*: the coordinator doesn't support a choice of worker, and could schedule the closure on the same worker again.
+*parked*. The coordinator doesn't support a choice of worker, and could schedule the closure on the same worker again.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class StepQueue:
     Attributes:
       pending: the steps in flight.
       logs: by program the flat result of its newest finished step; none from before the chief last wrote a variable.
-      has_news: True if there is something for the main thread to do: an error or a warning of earlier steps, or a step
-        that another worker has to make.
+      has_news: True if the main thread has to act: on an error or a warning of earlier steps, or on a step for another
+        worker.
       on_loss: called when a worker is lost, with True, and when it is back, with False.
     """
 
@@ -269,8 +269,8 @@ class StepQueue:
     def _find_alive(self, worker: int) -> None:
         """Notes that a lost worker is back; its thread, which calls this, waits within the failed closure until then.
 
-        Not only when it executes its next closure: until then it builds its data again, and another worker that comes
-        to the end of its share must not take the pass for ended.
+        Not only when it executes its next closure: until then it builds its data again. Another worker that comes to
+        the end of its share must not take the pass for ended.
         """
         with self._changed:
             self._lost.discard(worker)
@@ -464,8 +464,8 @@ def resolve(future: concurrent.futures.Future | None, value: Any) -> None:
 
 # The steps of one closure: one step, or those of an execution of Keras (`steps_per_execution`).
 #
-# An execution of K steps is one handle, one closure, and, where the step is small, one call for K - 1 of them and one
-# for the last, which has the result:
+# An execution of K steps is one handle and one closure. Small steps are one call for K - 1 of them, and one for the
+# last, which has the result:
 #
 #     Keras' loop (chief)      a worker's thread (chief)          the worker's process
 #       zip(range(K), data):

@@ -10,8 +10,8 @@ An update of the phase, on the process of the first replica and on another one:
     the epoch ends, or the phase does: `meet`  <---->  `meet`: waits, however long that takes
     gives its variables  --------------------------->  takes them
 
-So processes that wait run through the steps of the phase at once, and then wait, alive, where all need the same state:
-at the end of each epoch, before metrics are read, the model is evaluated and callbacks decide.
+So processes that wait run through the steps of the phase at once, and then wait, alive, where all need the same state.
+That is at the end of each epoch, before metrics are read, the model is evaluated and callbacks decide.
 
 Data: `fit` iterates over a `WarmupDataset`; every other loop over the data set that the strategy makes without a
 phase. A `WarmupIterator` that begins in the phase reads with iterators of its own. After the phase its rest is made by
@@ -19,8 +19,8 @@ the engine that decides about updates then, which takes these iterators over (`C
 steps. Passes that begin after the phase are the strategy's own.
 
 Ownership: `Warmup` counts updates or epochs, and says how many replicas take part in each. The engine holds one fact,
-which model is ahead: an update that one replica makes sets it, and `meet` alone clears it. It hears of the end of an
-epoch by a hook that removes itself, and of its beginning by that hook and by `fit`'s list of callbacks.
+which model is ahead: an update that one replica makes sets it, and `meet` alone clears it. A hook that removes itself
+reports the end of an epoch; that hook and `fit`'s list of callbacks report its beginning.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ class WarmupDataset(handles.CountedDataset):
     Args:
       engine: opens passes over it.
       whole: the data set as the strategy makes it without a phase.
-      datasets: what this process reads in the phase: parts of batches, by a data set for each of its replicas; or else
-        one data set, of tuples that begin with their parts.
+      datasets: data of this process in the phase: a data set of parts of batches for each of its replicas, or one data
+        set of tuples that begin with their parts.
       is_whole: whether it is one data set of whole batches instead, of which each replica takes its part.
       is_same_length: whether all processes come to the end of the data in the same step.
     """

@@ -37,8 +37,8 @@ _SEVERAL_OPERATIONS = 8000
 class Program:
     """`fn(*args, **kwargs)` in replica context, as a concrete function of flat tensors.
 
-    The batch comes first: an iterator that lives on the worker, or the batch's tensors, or, where the arguments are
-    of several batches, the tensors of each of their parts. All other tensors among the arguments follow.
+    The batch comes first: an iterator that lives on the worker, or the batch's tensors. If the arguments are of several
+    batches, the tensors of each of their parts. All other tensors among the arguments follow.
 
     Args:
       strategy: The strategy in whose scope `fn` is traced.
@@ -139,9 +139,9 @@ class Program:
     def prepare_several(self) -> None:
         """Traces several steps in one, without their results, where that is cheap; only the main thread may call it.
 
-        They are not a loop of the graph: what crosses the network in one would wait for more signals between the
-        devices than the steps themselves have. Nor is there an output, which would wait for a signal from each write.
-        The last step of an execution is made by itself (`run`).
+        They are not a loop of the graph: its transfers would wait for more signals between the devices than the steps
+        themselves have. Nor is there an output, which would wait for a signal from each write. The last step of an
+        execution is made by itself (`run`).
         """
         in_execution = self._step.steps_per_execution - 1
         count = min(in_execution, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))

@@ -2,10 +2,10 @@
 """Calls of a Keras model: `fit`, `evaluate`, `predict` and the methods of one batch, from their beginning to their end.
 
 Keras tells a strategy neither which model is in which of its loops, nor with which callbacks. So the six public methods
-are wrapped, once in a process and for good; all models inherit them from one class, for which Keras exports no name.
-A call is open from before its first line until it has returned or raised; a strategy may raise another exception than
-an operation has. Calls nest: `fit` evaluates, and a callback
-may call anything. The two objects by which `fit` counts its steps are made within it, and join its call when they are.
+are wrapped, once in a process and for good. All models inherit them from one class, for which Keras exports no name. A
+call is open from before its first line until it has returned or raised; a strategy may raise another exception than an
+operation has. Calls nest: `fit` evaluates, and a callback may call anything. The two objects by which `fit` counts its
+steps are made within it, and join its call when they are.
 
 A program says that a model is to have no strategy by `with tf.distribute.get_strategy().scope():`. TensorFlow lets that
 scope leave no trace, so it is wrapped as well.

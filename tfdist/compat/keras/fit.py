@@ -281,7 +281,7 @@ def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
 # Takes over the first call of `fit` of an unmodified script, and reads the batches that it would train on.
 #
 # Keras has no hook for all models of a process, so `keras.Model.fit` is replaced within a block, and put back after it.
-# The class that turns what `fit` takes (arrays, data sets, generators) into batches is not public; asking it gives the
+# The class that turns the data of `fit` (arrays, data sets, generators) into batches is not public. It gives the
 # profiler the batches of this very call, whatever they come from.
 
 

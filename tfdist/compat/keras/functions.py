@@ -2,14 +2,14 @@
 """The functions that Keras calls for each execution of its loops, which it makes of a model's steps.
 
 Keras makes them to call `strategy.run` within a `tf.function`. A strategy whose engine runs Python in each step gives a
-function of its own instead, so that no graph has to call Python, and exceptions are Python's own. There is no public
-way to give one, so `make_train_function`, `make_test_function` and `make_predict_function` are replaced, once in a
-process. A model that overrides them, and doesn't call the inherited ones, keeps what it makes.
+function of its own instead. So no graph has to call Python, and exceptions are Python's own. There is no public way to
+give one, so `make_train_function`, `make_test_function` and `make_predict_function` are replaced, once in a process. A
+model that overrides them, and doesn't call the inherited ones, keeps what it makes.
 
 And the calls of a train function are observed until its trial steps are over; then Keras makes it anew. The function
-that Keras makes traces a step once. There is no public way to have a model trace its step again between
-two steps of one `fit`, before callbacks see the first of them. `fit` looks up `train_function` of the model for each
-call, so an observer takes the place of this attribute of the instance.
+that Keras makes traces a step once. There is no public way to have a model trace its step again between two steps of
+one `fit`. `fit` looks up `train_function` of the model for each call, so an observer takes the place of this attribute
+of the instance.
 """
 
 from __future__ import annotations

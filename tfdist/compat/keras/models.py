@@ -204,8 +204,7 @@ def _symbolic(leaf: Any) -> Any:
 # Traces a step into a graph that is thrown away, for the variables that it makes.
 #
 # There is no public way: TensorFlow's public graphs of functions belong to a `tf.function`, which keeps the variables
-# made in it for itself, and Keras makes the variables that it deferred in a `keras.StatelessScope` outside of any
-# scope.
+# made in it for itself. Keras makes variables that it deferred in a `keras.StatelessScope` outside of any scope.
 
 
 _DEFERRED = "uninitialized_variables"
@@ -283,8 +282,8 @@ def statistics_of(model: keras.Model) -> list[Any]:
 
 # The losses and functions that a Keras model was compiled with, metrics of losses, and losses that layers have left.
 #
-# There is no public way: `model.loss` is what `compile` was given, in one of a dozen forms, and Keras resolves it into
-# an object that it keeps to itself; so it does with the metrics of the losses, and with a metric's function.
+# There is no public way: `model.loss` is the argument of `compile`, in one of a dozen forms. Keras resolves it into an
+# object that it keeps to itself, and likewise the metrics of the losses, and a metric's function.
 
 
 def compiled_losses(model: keras.Model) -> list[Any]:
@@ -335,9 +334,9 @@ def forget_added(model: keras.Model) -> None:
 # Keras adds them up in `Trainer._aggregate_additional_loss`, once for each, and divides them by the number of replicas.
 # The public `Model.losses` gives them undivided, and what is changed there does not reach the gradient.
 #
-# A layer keeps them in a list of its own, which the threads of several replicas share: where replicas meet in
-# `merge_call`, such as in `optimizer.apply` or a synchronized BatchNormalization, a replica would read the losses of
-# the one that came last.
+# A layer keeps them in a list of its own, which the threads of several replicas share. Replicas meet in `merge_call`,
+# such as in `optimizer.apply` or a synchronized BatchNormalization. Then a replica would read the losses of the last
+# one.
 
 
 def multiplied_losses(model: Any, factor: Callable[[], Any]) -> tuple[Any, str, Any]:

@@ -552,8 +552,8 @@ def find_again(optimizer: Any) -> None:
 
 # Makes a Keras optimizer update with gradients that the caller has accumulated.
 #
-# There is no public way: an optimizer that is made with `gradient_accumulation_steps` adds gradients up in variables of
-# its own, and decides by a count of its own when it updates. Everything that is changed is restored.
+# There is no public way: an optimizer with `gradient_accumulation_steps` adds gradients up in variables of its own, and
+# updates by a count of its own. Everything that is changed is restored.
 
 
 _STEPS = "gradient_accumulation_steps"
@@ -604,9 +604,9 @@ def apply_accumulated(
 # Adds up the rows of a sparse gradient that all replicas look up alike, such as positions of a sequence.
 #
 # Keras' optimizers square and clip each row of a `tf.IndexedSlices` before they add up rows of equal number. One device
-# has a row for each lookup, and so has the sum over replicas where a lookup depends on the examples: their rows are put
-# one after the other. But one device looks up positions, or ids that the step has made unique, once for all examples,
-# and every replica does it again: these rows must be added up.
+# has a row for each lookup. So has the sum over replicas if a lookup depends on the examples: their rows are
+# concatenated. But one device looks up positions, or unique ids, once for all examples, and every replica does it
+# again. These rows must be added up.
 #
 # The operations of the graph tell lookups apart. Outside of a graph nothing does, and rows stay as they are.
 

@@ -2,7 +2,7 @@
 """Files and progress are written by the chief alone, while every worker runs the same script and the same callbacks.
 
 Keras 3 has no notion of a chief: all workers would write the same files at once. Reading a model's variables may need
-all workers, so all of them go through the same saving; the others do it in a directory of their own that is removed.
+all workers, so all of them go through the same saving. The others save into a directory of their own, which is removed.
 When a save returns, on any worker, the chief's file is complete. The chief does not wait for other workers, so it may
 also save alone, where reading the variables needs no other worker. A worker that saves under another path than the
 chief, as in a temporary directory of its own, keeps its file there. With `verbose="auto"`, Keras' default, only the
@@ -447,9 +447,9 @@ def _without_first(method: Callable[..., Any], _: Any, *args: Any, **kwargs: Any
 
 # Makes Keras find out, on all workers together, which attributes it leaves out when it saves and loads.
 #
-# Keras makes an optimizer, among others, for that whenever it loads a file: it keeps the table under another name than
-# the one that it looks for. Where the chief alone loads, in the strategy's scope, the other workers don't take part in
-# making the optimizer's variables, and the chief waits for ever. The table has no public name.
+# Keras makes an optimizer, among others, for that whenever it loads a file. It keeps the table under another name than
+# it looks for. If the chief alone loads in the strategy's scope, the other workers don't take part in making the
+# optimizer's variables. Then the chief waits for ever. The table has no public name.
 
 
 _KINDS = ("Layer", "Functional", "Sequential", "Metric", "Optimizer", "Loss", "Cross", "Feature")
@@ -535,10 +535,10 @@ def _appears(path: str, is_there: Callable[[str], bool], task: str) -> bool:
 # restore them. Another task, or another cluster, can't load such a SavedModel. There is no public way: the graph is
 # made by a private function that `tf.saved_model.save` and `model.export` share. `clear_tasks` changes it for good.
 #
-# Keras (3.15) maps each of its variables to a second one of the exported graph, with the value of the first, and tracks
-# the `tf.Variable`s that the endpoints read besides. It does not find those in shards, so a session, as that of
-# TensorFlow Serving, would restore the second alone, and look rows up in one without a value. There is no public way:
-# the map is an argument of a private method. `export_shards` changes it for good, for variables in shards only.
+# Keras (3.15) maps each of its variables to a second one of the exported graph, with the same value. It also tracks the
+# `tf.Variable`s that the endpoints read. It does not find variables in shards. So a session, such as TensorFlow
+# Serving's, would restore the second alone, and look rows up in a variable without a value. There is no public way: the
+# map is an argument of a private method. `export_shards` changes it for good, for variables in shards only.
 
 
 _TASK = re.compile(r"/(job|replica|task):[^/]*")
@@ -609,8 +609,8 @@ def export_shards(has_shards: Callable[[Any], bool]) -> None:
 # A checkpoint is two files, an index and the values that it has the checksums of; no file system replaces two at once.
 # Each worker writes them under names of its own and puts them in their places while it holds a lock of the directory.
 # Restoring takes the lock too, so that no worker reads the index of one save with the values of another. Workers that
-# have the same values leave the first one's files where they are: what a worker has saved does not change under readers
-# that know of no lock. Their files differ even so, by the names of layers if the workers made different models before.
+# have the same values leave the first one's files where they are. So a saved file does not change under readers that
+# know of no lock. Their files differ even so, by the names of layers if the workers made different models before.
 
 
 # Another worker holds the lock while it renames two files or reads a checkpoint. A restore that waits for the other

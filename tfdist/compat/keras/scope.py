@@ -158,10 +158,10 @@ def _line() -> str:
 
 # Builds a layer in the scope in which it was made, wherever it is called for the first time.
 #
-# A layer that is made in the scope of a strategy is often built later, by its first call: in a loop of the user's own,
-# which need not be in the scope, or while a `tf.function` is traced. Keras makes the weights in the context of the
-# caller, so the strategy does not own them. Keras knows the strategy of optimizers and models and not that of layers,
-# and has no public seam at the moment of building.
+# A layer that is made in the scope of a strategy is often built later, by its first call. That may be in a user's own
+# loop outside of the scope, or while a `tf.function` is traced. Keras makes the weights in the context of the caller,
+# so the strategy does not own them. Keras knows the strategy of optimizers and models and not that of layers, and has
+# no public seam at the moment of building.
 
 
 _redirecting: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()
@@ -197,8 +197,8 @@ def _around_building(layer: keras.Layer) -> contextlib.AbstractContextManager | 
 
 # Gives replicas the seed generator of the thread that runs them, for `keras.random` without a seed.
 #
-# Keras keeps that generator in the state of a thread, and TensorFlow traces each replica in a thread of its own, where
-# Keras would make another one: a variable that is made while a step is traced, which is an error. Keras has no public
+# Keras keeps that generator in the state of a thread, and TensorFlow traces each replica in a thread of its own. There
+# Keras would make another generator; a variable that is made while a step is traced is an error. Keras has no public
 # name for the generator.
 
 
@@ -280,8 +280,8 @@ def _drawing(original: Any) -> Any:
 # Lets a loop without `strategy.run` train a model of a strategy, in its scope and outside, as on one device.
 #
 # Guides on custom loops have no strategy: they call the model, a gradient tape and `optimizer.apply` directly. Each
-# step is then that of one device, with the first replica's copies of the variables, and its update is made on all
-# copies of the process. TensorFlow and Keras refuse four parts of it, none of which has a public seam:
+# step is then a step of one device, with the first replica's copies of the variables. Its update is made on all copies
+# of the process. TensorFlow and Keras refuse four parts of it, none of which has a public seam:
 #
 # - `optimizer.apply` outside of the scope: Keras updates in the context of the caller, not in that of its strategy; -
 # `optimizer.apply` in the scope: see `optimizers`; - a `LossScaleOptimizer`: Keras has all replicas apply
@@ -293,8 +293,8 @@ def _drawing(original: Any) -> Any:
 #
 # Several workers would each update their own copies with gradients of their own, which neither TensorFlow nor Keras
 # notices outside of the scope. There `optimizer.apply` updates by the mean of the workers' gradients, as it does in
-# Horovod. What the strategy has reduced, and what a graph computes of that and of variables, is the same on all workers
-# and is taken as it is.
+# Horovod. Results of the strategy's reductions, and of a graph that uses only these and variables, are the same on all
+# workers, and are taken as they are.
 
 
 # An attribute of the strategies that ask for it.

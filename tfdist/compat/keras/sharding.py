@@ -317,10 +317,10 @@ def _rows(table: Any, indices: Any) -> Any:
 
 # Saves variables in shards to `.keras` and `.weights.h5` files, and loads them, a block of rows at a time.
 #
-# There is no public way: Keras turns each variable into an array before it writes it, reads each array whole, and makes
-# the file in memory where there seems to be enough. The files are the same as those of a model without shards: a data
-# set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone; a large array that is
-# read for any other variable is read when it is assigned.
+# There is no public way: Keras turns each variable into an array before it writes it, and reads each array whole. It
+# makes the file in memory where there seems to be enough. The files are the same as those of a model without shards: a
+# data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large array for
+# any other variable is read when it is assigned.
 
 
 class Rows(Protocol):
@@ -461,9 +461,9 @@ def _saving_slots(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]
 # `Trackable._serialize_to_tensors` may return a dictionary of slices in place of a tensor, and TensorFlow saves each
 # slice on the device that has it. There are two defects in its restore (TensorFlow 2.21). `TrackableSaveable.restore`
 # pairs names with tensors one to one, and so gives the variable its first slice alone. And all slices of a task are
-# read in one operation, before anything is assigned: beside a table the task has all of it a second time. There is no
-# other way to restore by parts, because Keras' variables define these methods. The changes are permanent, and ones of
-# variables with several slices, or with slices of the class `RowsOfShard`, only.
+# read in one operation, before any assignment: the task holds its part of a table twice. There is no other way to
+# restore by parts, because Keras' variables define these methods. The changes are permanent, and ones of variables with
+# several slices, or with slices of the class `RowsOfShard`, only.
 
 
 class RowsOfShard(tensor_callable.Callable):

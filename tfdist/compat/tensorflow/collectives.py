@@ -89,8 +89,8 @@ def is_gathered(strategy: Any, flat: tf.Tensor) -> bool:
 def gather(strategy: Any, message: tf.Tensor, in_step: bool) -> tf.Tensor:
     """The messages of all workers of one device each, in a graph or eagerly, in any context.
 
-    What fits into `HEAD_BYTES` costs one collective. Of longer messages the lengths are known after it, and the rest
-    follows in a second one, which needs a key for each execution because its shape differs.
+    What fits into `HEAD_BYTES` costs one collective. For longer messages it gives the lengths, and a second one gives
+    the rest. That needs a key for each execution, because its shape differs.
 
     Args:
       strategy: see `sum_of`.
@@ -150,8 +150,8 @@ def _as_bytes(integers: tf.Tensor) -> tf.Tensor:
 # Reduces values over replicas that span devices: each part among the devices that hold it.
 #
 # TensorFlow's all-reduce has one group of devices, the first of each replica, and would fetch the gradients of all
-# parts to these. Its class is not public, nor is a strategy's own object of it, nor which local devices a strategy of
-# several workers takes: all GPUs, or the first CPU.
+# parts to these. Its class is not public, nor is a strategy's own object of it. Nor are the local devices of a strategy
+# of several workers: all GPUs, or the first CPU.
 
 
 class PartAllReduce(cross_device_ops.CollectiveAllReduce):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorFlow's context: the runtime's state in this process, its global seed, and the cluster's coordination service.
 
-There is no public way: `tf.random` sets the seed and does not return it, nothing says whether the runtime has begun,
-and the coordination service, which keeps text under keys for all workers, is reached through the context alone.
+There is no public way: `tf.random` sets the seed and does not return it. No public function tells whether the runtime
+has begun. The coordination service, which keeps text under keys for all workers, is reached through the context alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Access to `ClusterCoordinator` below its public surface, which no other module has.
 
 `ClusterCoordinator.schedule` takes `tf.function`s only, and doesn't report the worker of a closure or its end. The
-queue beneath it takes any callable, and runs it in the thread of a worker, so that the engine can track each closure in
-that thread. `tests/compat/test_closures.py` fails if TensorFlow changes any of it.
+queue beneath it takes any callable, and runs it in the thread of a worker. So the engine can track each closure in that
+thread. `tests/compat/test_closures.py` fails if TensorFlow changes any of it.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def after_each(
     """Calls `method` with the index of a worker in `lost`, in its thread, when that thread is done with a closure.
 
     That is when the coordinator has the worker back: `ClusterCoordinator` waits for it before it lets the closure go.
-    The bound method is kept by a weak reference, because the threads of the workers would else keep the coordinator
-    for as long as the process lives.
+    The bound method is kept by a weak reference. Else the threads of the workers would keep the coordinator for the
+    life of the process.
     """
     reference = weakref.WeakMethod(method)
     for worker in coordinator._cluster.workers:
@@ -187,8 +187,8 @@ def raise_failure(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> 
 
 # Connection of the chief to a parameter-server cluster: the stock `_connect_to_cluster` with two differences.
 #
-# * The chief joins as job localhost, its current job. The stock strategy renames its devices to job chief, and objects
-#   that were made before (a data set, for example) can't find their device any more.
+# * The chief joins as job localhost, its current job. The stock strategy renames its devices to job chief. Then
+#   earlier objects, such as a data set, can't find their device any more.
 # * The parameter servers know each other's addresses: the update of a model on several servers is one function.
 
 
@@ -208,8 +208,8 @@ def connect(cluster_spec: tf.train.ClusterSpec) -> None:
     for index in range(cluster_spec.num_tasks("worker")):
         # A worker doesn't need the state of other workers.
         filters.set_device_filters("worker", index, ["/job:ps", f"/job:{CHIEF_JOB}"])
-    # As the stock strategy has them: one call under way to each worker, and no asynchronous executors, so that a lost
-    # worker is noticed by the call that meets it.
+    # As in the stock strategy: one call under way to each worker, and no asynchronous executors. So a lost worker is
+    # noticed by the call that meets it.
     os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
     os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
     tf.config.experimental_connect_to_cluster(
@@ -238,8 +238,8 @@ def disconnect() -> None:
 
 # The marks by which `ParameterServerStrategy` knows functions that `ClusterCoordinator` schedules.
 #
-# There is no public way: the stock `run` warns about, and later refuses, what is not called in such a function, and
-# tells the two apart by marks of its own. The second one stays set when a function fails to trace.
+# There is no public way: the stock `run` warns about calls outside of such a function, and later refuses them. It tells
+# the two apart by marks of its own. The second one stays set when a function fails to trace.
 
 
 def allow_without_coordinator(strategy: Any) -> None:

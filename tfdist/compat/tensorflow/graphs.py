@@ -109,8 +109,8 @@ def call_outside(function: Callable[..., _Result], *args: object) -> _Result:
 
 # Tells whether a function is compiled with XLA.
 #
-# There is no public way: a `tf.function` keeps its option `jit_compile` to itself, and Keras wraps the step of
-# `predict` in one when the model is compiled so.
+# There is no public way: a `tf.function` keeps its option `jit_compile` to itself. Keras wraps the step of `predict` in
+# one when the model is compiled so.
 
 
 def is_compiled_by_xla(function: Any) -> bool:
@@ -141,10 +141,10 @@ def bare_call(concrete: Any) -> Callable[..., Sequence[tf.Tensor]]:
 
 # Excludes the functions of tfdist from AutoGraph, as those of TensorFlow and Keras are excluded.
 #
-# AutoGraph rewrites every Python function that is called while a `tf.function`, or a function given to a
-# `tf.data.Dataset`, is traced, but for those of the libraries in a list of its own. To rewrite `strategy.run` and what
-# that calls takes seconds. `tf.autograph.experimental.do_not_convert` is no public way out: within what it marks, a
-# user's step would be left as it is, too.
+# AutoGraph rewrites every Python function that is called while a `tf.function`, or a function of a `tf.data.Dataset`,
+# is traced. Exempt are the libraries in a list of its own. To rewrite `strategy.run` and what that calls takes seconds.
+# `tf.autograph.experimental.do_not_convert` is no public way out: within what it marks, a user's step would be left as
+# it is, too.
 
 
 _RULE = config.DoNotConvert("tfdist")

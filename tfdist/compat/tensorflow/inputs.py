@@ -135,8 +135,8 @@ def mapped_inline(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.
 # An iterator whose pipeline TensorFlow tunes has a thread that sleeps between looks at it, 10 ms at first and up to 60
 # s later. To delete the iterator, TensorFlow wakes that thread, and only then marks the iterator as cancelled
 # (`CancellationManager::StartCancel` in TensorFlow 2.21 runs its callbacks first). On a busy machine the thread often
-# looks in between, and sleeps on for as long as the pass has taken, and with it the program, which holds Python's lock.
-# A pipeline that Keras makes of arrays has nothing that needs tuning.
+# looks in between, and sleeps on for as long as the pass has taken. So does the program, which holds Python's lock. A
+# pipeline that Keras makes of arrays has nothing that needs tuning.
 #
 # There is no public way to see that a data set was made of arrays: Keras' data adapter alone holds them.
 
@@ -197,11 +197,11 @@ def _is_of_arrays(epoch_iterator: Any) -> bool:
 #
 # For each pass over a distributed data set TensorFlow makes, besides the user's pipeline, one for each device, which
 # fetches that device's batches. Its options can't be set from outside. Each has a thread for tuning, where there is
-# nothing to tune, and may hold up the program when it is deleted, as is told above.
+# nothing to tune. It may hold up the program when it is deleted, as above.
 #
 # In a graph TensorFlow reads for all devices at once. An error of the data is raised for one of them, and for the next
-# one the data are at their end: whichever comes first is raised, so that `fit` may end without an error. Read one after
-# the other, the error comes first.
+# one the data are at their end. If end-of-data wins the race, the error is lost. Read one after the other, the error
+# comes first.
 #
 # Two functions are replaced, for good and for the whole process: who iterates later, and in which thread, is not known
 # here.
@@ -372,8 +372,8 @@ def generated_of(dataset: tf.data.Dataset) -> list[FirstElements]:
 
 # Observes how long a strategy's own iterators read.
 #
-# A `tf.function` that trains calls `next` of a distributed iterator, which reads on this worker first, and asks the
-# other workers for the end of the data after that. Only the first part is input. There is no public way between the
+# A `tf.function` that trains calls `next` of a distributed iterator. That reads on this worker first, and then
+# exchanges the end of the data with the other workers. Only the first part is input. There is no public way between the
 # two.
 
 
@@ -415,10 +415,10 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
 #
 # Programs write `@tf.function(input_signature=[dataset.element_spec])`, and expect their function to take what the data
 # set gives. Programs and Keras also read the shapes of a batch there, and map over it with `keras.tree` and `tf.nest`.
-# So it is a plain structure of specs. TensorFlow has no public seam between a signature and the types that a function
-# is traced for: a plain tuple of specs always means a tuple of tensors. So each spec of a batch remembers the handle
-# that it is a part of, and a signature, or an argument of `get_concrete_function`, that has all specs of a batch in
-# their structure is replaced by the type of the handle.
+# So it is a plain structure of specs. TensorFlow has no public seam between a signature and the types of a trace: a
+# plain tuple of specs always means a tuple of tensors. So each spec of a batch remembers its handle. A signature, or an
+# argument of `get_concrete_function`, that has all specs of a batch in their structure is replaced by the type of the
+# handle.
 
 
 # An attribute of a spec: (type of the handle, structure of the batch, index among its specs).
@@ -535,11 +535,11 @@ def _first_of(iterator: Any, explain: Explain) -> Callable[..., Any]:
 
 # Makes no iterator where Keras makes one of a distributed data set and never reads it.
 #
-# At the end of each pass Keras makes an iterator for the next one, and at the beginning of the next one it makes
-# another instead, unless `steps_per_epoch` is given. To make one takes half of the time of a small `predict`. It is the
-# second one of the same pass, whose generator shows it. A pass that is left at its last batch makes none. Where data
-# are shuffled, each iterator that is made changes the order of those that come later, also on one device: there all
-# are made.
+# At the end of each pass Keras makes an iterator for the next one. At the beginning of the next pass it makes another
+# instead, unless `steps_per_epoch` is given. To make one takes half of the time of a small `predict`. It is the second
+# one of the same pass, whose generator shows it. A pass that is left at its last batch makes none. Where data are
+# shuffled, each iterator that is made changes the order of those that come later, also on one device: there all are
+# made.
 
 
 _READER = "_tfdist_reader"

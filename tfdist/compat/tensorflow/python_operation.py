@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls Python from a graph, with short error messages.
 
-An operation that calls Python passes on a few of Python's exceptions, none of TensorFlow's, and surrounds the message
-with the places where each operation of the way was defined. Of all that, the user needs what the failing operation
+An operation that calls Python passes on a few of Python's exceptions, and no exception of TensorFlow's. It surrounds
+the message with the places where the operations were defined. Of all that, the user needs what the failing operation
 said and where the model defines it; it comes first here.
 """
 

@@ -202,8 +202,8 @@ def to_device(value: Any, device: str) -> Any:
 
 # Decides to which copies of a mirrored variable a replica writes.
 #
-# There is no public way to change how a variable is aggregated once it is made: without aggregation a replica writes to
-# its own copy, and with that of the first replica to all copies. The aggregation is restored.
+# There is no public way to change a variable's aggregation once it is made. Without aggregation a replica writes to its
+# own copy; with that of the first replica it writes to all copies. The aggregation is restored.
 
 
 @contextlib.contextmanager
@@ -221,8 +221,8 @@ def aggregated_writes(variables: Iterable[Any], aggregation: tf.VariableAggregat
 
 # Values of several replicas as one.
 #
-# There is no public way within a traced function: `experimental_distribute_values_from_function` makes what it is given
-# into such values only where TensorFlow runs eagerly, with functions of a context that has no tensors of a graph.
+# There is no public way within a traced function: `experimental_distribute_values_from_function` makes such values only
+# where TensorFlow runs eagerly. Its functions get a context, and no tensors of a graph.
 
 
 def values_of_replicas(parts: Sequence[Any], always_wrap: bool = True) -> Any:
@@ -244,13 +244,13 @@ def first_spec(specs: Any) -> Any:
 
 # Gives collectives the keys by which the workers' parts of one operation find each other.
 #
-# TensorFlow draws a new key whenever a function is called, for each device one after the other, and hands them to the
-# operations of that function. Where two threads call functions at once, the devices of one call may get different keys,
-# and the sums of two models are mixed; so each thread of a process has keys of its own here. Three kinds of operation
-# need another key: one in a function that is called inside a conditional, which the key never reaches; one in a loop
-# whose shape differs from iteration to iteration, as the operations of one key must all have one shape; and one in a
-# step that is to be quick: all workers but the first ask the first one about each key that they have not met. There is
-# no public way to choose a key.
+# TensorFlow draws new keys whenever a function is called, for one device after the other, for the operations of that
+# function. If two threads call functions at once, the devices of one call may get different keys, and the sums of two
+# models are mixed. So each thread of a process has keys of its own here. Three kinds of operation need another key: one
+# in a function that is called inside a conditional, which the key never reaches; one in a loop whose shape differs from
+# iteration to iteration, as the operations of one key must all have one shape; and one in a step that is to be quick:
+# all workers but the first ask the first one about each key that they have not met. There is no public way to choose a
+# key.
 
 
 # Far above what TensorFlow, which counts from 1, draws in any run.
@@ -356,7 +356,7 @@ def fixed_keys(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Within this block, all executions of a collective that is traced have one key.
 
     They are of one shape then, and all workers trace the same functions in the same order. A collective ends on a
-    worker when the others have taken what it has sent, so the next one of this key finds nothing of the last.
+    worker when the others have taken its message, so the next one of this key finds no old message.
     """
     with _set_of_keys(strategy, "is_fixed"):
         yield

@@ -92,7 +92,7 @@ def _called(token: str, device: Any, arguments: Sequence[Any]) -> list[np.ndarra
 
 # Starts TensorFlow's servers in a process that imports hardly any of TensorFlow's Python.
 #
-# `import tensorflow` takes some four seconds of a CPU, nearly all of them for Python that a server never runs; the
+# `import tensorflow` takes some four seconds of a CPU, nearly all of them for Python that a server never runs. The
 # server itself, in C++, is there after half a second. A worker that was killed is back the sooner for it. There is no
 # public way past TensorFlow's front door: the public names of the servers are behind it. Such a process does nothing
 # else, so the front door is not restored. `tests/serving/test_task_server.py` fails when TensorFlow changes any of it.

@@ -58,7 +58,7 @@ def strategy_of(value: Any) -> Any:
 
 # A variable of this process alone.
 #
-# There is no public way: within a scope `tf.Variable` makes one of the strategy's, with a copy on each device and
+# There is no public way: within a scope `tf.Variable` makes a variable of the strategy, with a copy on each device and
 # values from the first worker.
 
 
@@ -121,9 +121,9 @@ class LocalVariable(resource_variable_ops.BaseResourceVariable):
 
 # Wrappers of the variables of `ParameterServerStrategy`, and their registration with gradient tapes.
 #
-# There is no public way: the strategy's variables are of two private classes, one of which stands before the variable
-# on the parameter server and the other for its shards. A subclass of the first is a variable to everything that goes by
-# its class. That an operation has read a variable, which gradients depend on, tapes hear from private functions only.
+# There is no public way: the strategy's variables are of two private classes. One wraps the variable on the parameter
+# server, the other its shards. A subclass of the first is a variable to everything that goes by its class. That an
+# operation has read a variable, which gradients depend on, tapes hear from private functions only.
 
 
 ShardedVariable = sharded_variable.ShardedVariable
@@ -182,7 +182,7 @@ def is_traced_for_export() -> bool:
 def record_read(variable: Any, copy: tf.Tensor) -> None:
     """Says that `copy` is what a `tf.Variable` was read as, in the graph that is traced.
 
-    TensorFlow does so for a read: gradient tapes watch the variable, and lead from what was read to it; forward
+    TensorFlow does so for a read. Gradient tapes watch the variable, and lead to it from the value; forward
     accumulators do so by the handle within the graph.
     """
     resource_variable_ops.variable_accessed(variable)

@@ -6,9 +6,9 @@
       --> encode, with the state of this worker      decode, next to the sum and the update
                                         --message-->
 
-There is one message for each parameter server and optimizer, and one state of the codec for each message, in the memory
-of the worker's process. `HalfPrecision` has no state. Everything else of a contribution (embedding rows, counts, logs)
-is sent as it is, in bundles.
+There is one message for each parameter server and optimizer. Each message has a state of the codec in the memory of the
+worker's process. `HalfPrecision` has no state. Everything else of a contribution (embedding rows, counts, logs) is sent
+as it is, in bundles.
 """
 
 from __future__ import annotations

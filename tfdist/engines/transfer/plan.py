@@ -7,10 +7,10 @@
     kernels               not sent: inputs are multiplied on the parameter server (`rewrites`)
 
 The first two cost nothing and are always worth it. The last two move arithmetic from the workers to the parameter
-server, so they depend on the network, on the server and on how many workers it serves. Of a kernel each element that is
-not sent saves 4 bytes, and each row that is multiplied with it takes 2 floating-point operations. In the time in which
-each of s workers makes a step, a server either sends the kernel s times while the workers multiply, or multiplies s
-times. With n rows, bandwidth b, speed f, and workers as fast as the server:
+server. So they depend on the network, the server and the number of workers that it serves. Of a kernel each element
+that is not sent saves 4 bytes, and each row that is multiplied with it takes 2 floating-point operations. While each of
+s workers makes a step, a server either sends the kernel s times and the workers multiply, or it multiplies s times.
+With n rows, bandwidth b, speed f, and workers as fast as the server:
 
     s 2n/f <= s 4/b + 2n/f    <=>    n <= 2 f/b * s/(s - 1)
 

@@ -2,8 +2,8 @@
 """Products with the kernel of a large dense layer are made where the kernel is, once a step is traced.
 
 With few examples the layer's inputs and outputs are far smaller than its kernel. So a worker sends the inputs and gets
-the outputs, instead of the kernel; and in the same way the gradient of the inputs for that of the outputs. The kernel
-is read once for both, as ever: that another worker updates it in between makes no difference to this step.
+the outputs, instead of the kernel. Likewise it sends the gradient of the outputs and gets that of the inputs. The
+kernel is read once for both, as ever: that another worker updates it in between makes no difference to this step.
 
     worker                            parameter server
       inputs (n, i)          -->        read the kernel (i, o), multiply
@@ -339,7 +339,8 @@ def at_the_table(graph: Any) -> None:
 #       split, update         <--
 
 
-# A larger one may be a table of which a step needs a few rows: these are gathered where it is, if it is not read ahead.
+# A larger variable may be a table of which a step needs a few rows: they are gathered on its device, if it is not read
+# ahead.
 _MOST_ELEMENTS_READ = 1 << 14
 
 
@@ -364,8 +365,8 @@ def travel_together(model: keras.Model, worker: str, most_rows: Callable[[int, i
 def read_together(model: keras.Model, worker: str) -> Iterator[None]:
     """Within this block, the step of `model` that is traced finds its small weights read already.
 
-    A variable that the step has written is read anew, and so is one that is read within a conditional, a loop or an
-    update of its own.
+    A variable is read anew if the step has written it, or if it is read within a conditional, a loop or an update of
+    its own.
 
     Args:
       model: a model that is built.
