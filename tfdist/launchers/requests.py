@@ -12,8 +12,8 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-# Exit code of a script that was preempted and has saved its work, and of a task that has lost its chief or peers
-# (EX_TEMPFAIL of sysexits.h: "try again later"). Launchers start the job again and don't count it as a failure.
+# Exit code of a script that was preempted and has saved its work, or has lost its chief or peers (EX_TEMPFAIL of
+# sysexits.h: "try again later"). Launchers start the job again and don't count it as a failure.
 TRY_AGAIN_EXIT_CODE = 75
 # Exit codes after which a restart is of no use: an invalid command line, a program that can't be run.
 HOPELESS_EXIT_CODES = (2, 126, 127)
@@ -74,7 +74,7 @@ class Restarts:
     max_preemptions: int = 100
     max_worker_restarts: int = 3
     min_workers: int | None = None
-    # TensorFlow takes up to 20 s to import where several tasks do it at once, and ssh 15 s to say that a host is gone.
+    # TensorFlow takes up to 20 s to import where several tasks do it at once; ssh needs 15 s to notice a lost host.
     settled_secs: float = 30.0
 
     def __post_init__(self) -> None:

@@ -279,8 +279,8 @@ def in_handles(engine: Any, dataset: tf.data.Dataset, form: Hashable = (), prefe
 class CountedDataset(DistributedDataset):
     """Data set whose passes read nothing, and open no iterator, before the first handle.
 
-    `Resume` has to open as many iterators as there were, so it asks for their number; without the attribute `passes` it
-    counts how often Keras asks for an iterator.
+    `Resume` has to open as many iterators as there were, so it reads their number. Without the attribute `passes` it
+    counts how often Keras opens an iterator.
 
     Attributes:
       opened: how many iterators over the data were opened; counted by the engine.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batches that the replicas of one process read, and the handles by which Keras' loop speaks of them.
 
-In a train step each replica takes its own part of the batch in its own thread; for any other function the parts become
+In a train step each replica takes its own part of the batch in its own thread. For any other function the parts become
 ordinary distributed values.
 """
 

@@ -35,8 +35,8 @@ class Shares:
       rows: examples on each replica of this worker, int64.
       total: examples on all replicas of all workers, int64.
       num_replicas: replicas on all workers.
-      holders: number of replicas whose results count, if several replicas may have been given one and the same batch:
-        only the first of them has its examples then, and the others have none. None if each replica has its own part.
+      holders: number of replicas whose results count, if several replicas may have one and the same batch. Then only
+        the first of them has its examples, the others are empty. None if each replica has its own part.
       holds: of each replica of this worker, whether its results count; empty if each replica has its own part.
     """
 

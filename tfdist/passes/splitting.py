@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splitting of a global batch into the replicas' parts.
 
-Components of a batch may have different numbers of examples, such as 40 unlabelled and 20 labelled ones, if the
-replicas divide each of them evenly.
+Components of a batch may have different numbers of examples, such as 40 unlabelled and 20 labelled, if the replicas
+divide each evenly.
 
 The batch that the user's data set yields is the global batch. Of its n examples, part p of P has the indices from
 n*p//P up to n*(p+1)//P. So parts differ by one example at most, and every example is in exactly one part. Every replica

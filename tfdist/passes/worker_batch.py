@@ -8,12 +8,12 @@ of other kinds. Inside a function given to `strategy.run`, a handle is replaced 
 The **owner** of a batch is the process that reads it:
 
 * A batch is not read before its handle is used.
-* The first `strategy.run` with the handle, or with parts of it, reads the batch: on the worker of the step, from this
-  worker's share, or on the chief, if the chief feeds this pass. The worker keeps the batch for the lifetime of the
-  handle.
-* If the chief needs the value (`numpy()`, a TensorFlow operation, `print`, `strategy.gather`,
-  `experimental_local_results`), the batch is *materialised*: fetched from its worker, or read if no worker has it. If
-  this is the first batch of the pass, the chief feeds the whole pass from then on.
+* The first `strategy.run` with the handle, or with parts of it, reads the batch. It does so on the worker of the step,
+  from this worker's share, or on the chief, if the chief feeds this pass. The worker keeps the batch for the lifetime
+  of the handle.
+* The chief may need the value (`numpy()`, a TensorFlow operation, `print`, `strategy.gather`,
+  `experimental_local_results`). Then the batch is *materialised*: fetched from its worker, or read if no worker has it.
+  If this is the first batch of the pass, the chief feeds the whole pass from then on.
 * A second `strategy.run` with the same handle may run on another worker, and a step with several batches needs the
   batches of several workers. Such batches are materialised, and sent with the step.
 """

@@ -238,8 +238,8 @@ class WorkerDataset(DistributedDataset):
         self._begun[worker] = 0
         dataset = share(worker)
         if self._sharding in ("shard", "deal") and self._cardinality >= 0 and self._graph().caches:
-            # A pass of known length ends with the worker's last batch, mostly before the end of the data: the cache
-            # would stay incomplete, and be filled anew in another order than that of the other workers. Data of unknown
+            # A pass of known length ends with the worker's last batch, mostly before the end of the data. The cache
+            # would stay incomplete, and be filled anew in another order than on the other workers. Data of unknown
             # length are read to their end, and endless ones have none.
             progress.read(dataset)
         return dataset

@@ -17,7 +17,7 @@ step" (`worker_batch`). There are two feeds:
   Python (generators).
 
 In Keras' loops the kind of the loop decides at the first handle. In others, and where steps run eagerly, the first use
-of a batch decides: a step on a worker, or a look at its value on the chief.
+of a batch decides: by a step on a worker, or by the chief for its value.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class WorkerFeed:
       dataset: the data.
 
     Attributes:
-      in_step: True if a step reads its batch itself, from the iterator on its worker: if each worker's number of
-        batches is known before they are read. Else the batch is an argument of the step.
+      in_step: True if a step reads its batch itself, from the iterator on its worker. Each worker's number of batches
+        is known then before they are read. Else the batch is an argument of the step.
       is_counted: True if the number of batches of the pass is known or infinite.
       taken: the number of batches that each worker is done with.
       exhausted: workers at the end of their shares.
@@ -134,7 +134,7 @@ class WorkerFeed:
 class ChiefFeed:
     """The chief reads a pass, in order; a batch is read before the handle for it is given.
 
-    So the end is known before a step begins: a step that fails at the end would discard the results of the other steps
+    So the end is known before a step begins. A step that fails at the end would discard the results of the other steps
     of its execution (`steps_per_execution`).
 
     Args:

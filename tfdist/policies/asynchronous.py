@@ -19,10 +19,9 @@ class Asynchronous(base.Aggregation):
 
     With a bound s, a gradient of local step L must be applied at step L + s at the latest: its deadline. Gradients in
     flight are those that are computed or wait. All can meet their deadlines if and only if, for each d, at most (d -
-    step + 1) * S of them have a deadline of at most d. That follows because each update takes the S oldest gradients,
-    and earliest deadline first is optimal. A worker may start, and an update may be made, only if the condition still
-    holds afterwards. This can't deadlock: once all gradients in flight have arrived, the S oldest may always be
-    applied.
+    step + 1) * S have a deadline of at most d. That follows because each update takes the S oldest gradients, and
+    earliest deadline first is optimal. A worker may start, and an update may be made, only if the condition still holds
+    afterwards. This can't deadlock: once all gradients in flight have arrived, the S oldest may always be applied.
 
     Args:
       soft_sync: sets S; 1 if None.

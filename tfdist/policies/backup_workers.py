@@ -24,8 +24,8 @@ def expected_arrivals(samples: Sequence[Sequence[float]]) -> list[float]:
 
         E[X(k:n)] = integral over x >= 0 of P(S(x) < k).
 
-    If all replicas have the same m samples x_(1) <= x_(2) ..., this equals the sum of
-    x_(i) [I_(i/m)(k, n-k+1) - I_((i-1)/m)(k, n-k+1)], with I the incomplete beta function. No random numbers are drawn.
+    If all replicas have the same m samples x_(1) <= x_(2) ..., this is the sum of x_(i) [I_(i/m)(k, n-k+1) -
+    I_((i-1)/m)(k, n-k+1)]. I is the incomplete beta function. No random numbers are drawn.
 
     The distribution of S follows from its characteristic function: the product over i of (1 - F_i + F_i w) at the roots
     of unity w. Source: Hong 2013, On computing the distribution function for the Poisson binomial distribution,

@@ -76,7 +76,7 @@ class Aggregation(Policy):
     replica lost in between withdraws its gradient.
 
     A subclass implements `replicas_to_aggregate` and `_accepts`. It may override the hooks at the end of the class
-    (`_measured`, `_stepped`, `_shrunk`, `_returned`), which are called after the state of this class was updated.
+    (`_measured`, `_stepped`, `_shrunk`, `_returned`). They are called after the state of this class was updated.
     """
 
     def __init__(self) -> None:

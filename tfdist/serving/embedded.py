@@ -34,10 +34,10 @@ from tfdist.serving.task import VARIABLE, done_mark, serve
 
 # Starts the servers of the tf.data service that prepare batches for `data_sharding="dynamic"`.
 #
-# A client of the service retries a dead producer without end, because it might be restarted; and what a dead
-# producer had taken on is lost with it. So finite data are prepared here, in the chief's process. A pass then loses at
-# most the batches that a lost worker had fetched, and it always ends. Endless data have no end to wait
-# for, and those that remain go on producing: the workers prepare them together, where they know of a dispatcher.
+# A client of the service retries a dead producer without end, because it might be restarted. The batches of a dead
+# producer are lost with it. So finite data are prepared here, in the chief's process. A pass then loses at most the
+# batches that a lost worker had fetched, and it always ends. Endless data have no end to wait for, and the remaining
+# producers continue: the workers prepare the data together, where they know of a dispatcher.
 
 
 # gRPC takes it instead of `no_proxy`; read when a connection is made.

@@ -3,7 +3,7 @@
 
 Such a process runs the chief's closures and no program of its own. It ends when the chief is done (exit code 0), or
 when the chief is lost (exit code 75, after which launchers restart it). When the chief is done, it has TensorFlow write
-a file (the mark) *on the server's machine*, through the existing connection, so that no second port is needed.
+a file (the mark) *on the server's machine*. That uses the existing connection, so no second port is needed.
 
 `python -m tfdist.serving.task` serves the task in TF_CONFIG, with TFDIST_LOGICAL_CPUS logical CPUs. The embedded
 cluster starts its processes with it. It starts within a second, because this module imports no TensorFlow.

@@ -4,9 +4,9 @@
     on a replica   gradients of its part of the batch --> "replica" --> "arrival" --> weighed, sent
     at the update  sum of the gradients               --> "update"  --> optimizer
 
-These are two calls, `Transforms.on_replica` and `Transforms.at_update`, in two places: where a step of all replicas
-patches `optimizer.apply` (`replicas`), and in the two halves of a split step (`split`). Workers of parameter servers
-run "arrival" where an update adds their gradients up; without a policy they run all of it themselves.
+These are two calls, `Transforms.on_replica` and `Transforms.at_update`, in two places. One is where a step of all
+replicas patches `optimizer.apply` (`replicas`), the other the two halves of a split step (`split`). Workers of
+parameter servers run "arrival" where an update adds their gradients up; without a policy they run all of it themselves.
 
 `Transforms` belongs to a strategy. It owns the state by optimizer and variables; a `Memory` says where that is. The
 state of a codec is one of these, too (`ErrorFeedback`).

@@ -87,10 +87,9 @@ def _masks(operation: Any, sources: set[Any]) -> bool:
 
 # Scaling of the losses of a user's own step, so that several replicas train as one device.
 #
-# The loss of a batch is a mean over its examples, so several replicas' gradients are averaged. Keras divides the
-# losses that it computes itself by `num_replicas_in_sync`, and sums gradients. A loss that a step computes with
-# `tf.reduce_mean` is not divided: under the stock strategies its gradients are too large by a factor of the number of
-# replicas.
+# The loss of a batch is a mean over its examples, so several replicas' gradients are averaged. Keras divides the losses
+# that it computes itself by `num_replicas_in_sync`, and sums gradients. A loss that a step computes with
+# `tf.reduce_mean` is not divided. Under the stock strategies its gradients are too large by the number of replicas.
 #
 # Within `counted_as_one`, `strategy.num_replicas_in_sync` is 1 in replica context. So neither Keras nor
 # `tf.nn.compute_average_loss` divides, and every loss of the step is the mean over the replica's own examples. The

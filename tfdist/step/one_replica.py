@@ -3,8 +3,8 @@
 
 A Keras variable holds a `tf.Variable`, or one that TensorFlow distributes: a copy for each device. While a step is
 traced here, each Keras variable of the model holds its first copy instead, and TensorFlow's default strategy is
-current. So the step is the one that the model would have on one device: no loss is divided, no gradient is reduced, and
-what it writes is written to that copy alone. The engine that trains this way decides afterwards about the other copies.
+current. So the step is that of one device: no loss is divided, no gradient is reduced, and it writes to that copy
+alone. The engine that trains this way decides afterwards about the other copies.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _of_equal_values(value: Any, count: int) -> Any:
 def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
     """Returns patches of the current replica context for a step that computes a contribution alone.
 
-    Its `all_gather` is refused, since it would silently give the replica's own part; and `all_reduce`, with which a
-    synchronized BatchNormalization works, says that it is over this replica's part. On several workers the stock one is
+    Its `all_gather` is refused, since it would silently give the replica's own part. `all_reduce`, with which a
+    synchronized BatchNormalization works, logs that it is over this replica's part. On several workers the stock one is
     a collective, for which a contribution would wait for stragglers, and without end where one of them makes none.
 
     Args:

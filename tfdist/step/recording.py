@@ -2,9 +2,10 @@
 """Records the variable writes of a train step while it is traced, and holds them back.
 
 A write of a Keras variable becomes a tensor in the scope's mapping. This is impossible if the write is in a
-conditional, a loop or a function, if a gradient with respect to the variable is taken later, or if the step uses more
-of the variable than its value. Such a variable is replaced by a `LocalVariable` on the replica, a stand-in, from the
-step's first operation on. So a trace that finds such variables is discarded, and the step is traced again (`Findings`).
+conditional, a loop or a function. It is also impossible if a gradient with respect to the variable is taken later, or
+if the step uses more of the variable than its value. Such a variable is replaced by a `LocalVariable` on the replica, a
+stand-in, from the step's first operation on. So a trace that finds such variables is discarded, and the step is traced
+again (`Findings`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates the variables of a step before the step is traced on replicas.
 
-On one device a step may create variables in its first trace: slots of an optimizer, weights of a layer that was not
-called before, a seed generator. On several replicas, or on workers, it can't. So such a step is traced once for its
-variables alone, by one replica, into a graph that is discarded (`compat.keras.models`).
+On one device a step may create variables in its first trace: slots of an optimizer, weights of a new layer, a seed
+generator. On several replicas, or on workers, it can't. So such a step is traced once for its variables alone, by one
+replica, into a graph that is discarded (`compat.keras.models`).
 """
 
 from __future__ import annotations

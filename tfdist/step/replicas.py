@@ -5,8 +5,8 @@ A step is a bound `train_step` or `test_step` of a Keras model; any other functi
 
 - no side effect runs before the input batch arrives;
 - optimizers are built before anything is traced, so that slots are not created inside a loop;
-- each replica's gradients are weighted by its share of the global batch, so that their sum is the gradient of the mean
-  over all examples; a replica without examples contributes nothing;
+- each replica's gradients are weighted by its share of the global batch, so their sum is the gradient of the mean over
+  all examples; a replica without examples contributes nothing;
 - the optimizer patches put clipping, accumulation and loss scaling after the sum over replicas;
 - the logs are those of the whole global batch, in one reduction for all of them; in Keras' own step of one replica per
   worker it is the reduction of the gradients, and the update follows it;
@@ -57,8 +57,8 @@ def run_step(
       step: a bound `train_step`, after `build_optimizer`, or `test_step`, of a model that `check_model` accepts.
       data: the step's argument: distributed values, or a value for every replica.
       sum_over_workers: sums tensors over all workers.
-      shares_of: returns the shares of the batch that this process' replicas have these parts of, None if they are
-        equal; by default the workers sum their numbers of examples.
+      shares_of: returns the shares of these parts of this process' replicas in the batch, None if they are equal. By
+        default the workers sum their numbers of examples.
       sum_gradients: sums gradients over all replicas, in any context; as they are, by default.
       times: takes the times of a train step.
 
@@ -503,11 +503,9 @@ def _size(layer: Any) -> int | None:
 # Steps of replicas without an example of the batch: they run on a stand-in example, and its results are left out.
 #
 # Layers and kernels may fail, or return wrong shapes, on a batch of no examples; oneDNN's convolutions do. The replica
-# can't skip the step either, since replicas wait for each other. So an empty part is filled with one example: a copy
-# of
-# another replica's where this process has one, else zeros. Its gradients, logs and statistics have weight 0, which
-# also
-# removes NaN; its metrics are restored after the step; its terms of sums over replicas are zero.
+# can't skip the step either, since replicas wait for each other. So an empty part is filled with one example: a copy of
+# another replica's where this process has one, else zeros. Its gradients, logs and statistics have weight 0, which also
+# removes NaN. Its metrics are restored after the step, and its terms of sums over replicas are zero.
 
 
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)

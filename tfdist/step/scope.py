@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves what was made outside of a strategy's scope into it before a model trains, and refuses what can't be moved.
 
-Optimizers without slots, metrics, and variables of losses are moved: their variables are replaced by variables of the
-strategy with the same values, so `model.compile` works inside of the scope and outside of it. Weights are not moved,
-because other models may share them, nor is an optimizer that was built outside, which has slots for such weights.
+Optimizers without slots, metrics, and variables of losses are moved: variables of the strategy with the same values
+replace theirs. So `model.compile` works inside of the scope and outside of it. Weights are not moved, because other
+models may share them, nor is an optimizer that was built outside, which has slots for such weights.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Step:
     def traces(self) -> dict[Any, Any] | None:
         """The cache of its traces, an attribute of the function that Keras has made of the step.
 
-        So the cache ends with the model, and when the model is compiled again: then Keras makes a new function of a
+        So the cache ends with the model, and when the model is compiled again. Then Keras makes a new function of a
         bound method that compares equal to the previous one. None if Keras has made nothing of it, as in a custom loop.
         """
         function = getattr(self.model, f"{self.kind}_function", None) if self.is_bound else None
@@ -107,8 +107,8 @@ class Step:
 class Traces:
     """Traces of the steps of one engine, each made once for each key.
 
-    Those of a step of Keras' loops are with the step; of other functions, which a loop may make anew in each iteration,
-    a limited number is kept.
+    Traces of Keras' steps are with the step. Of other functions, which a loop may make anew in each iteration, a
+    limited number is kept.
 
     Args:
       most_kept: functions of the same code whose traces are kept.
@@ -207,10 +207,9 @@ def check_for_workers(step: Step, asynchronous: bool) -> None:
 # Keys of a user's functions, equal for equal functions, so that a new `lambda` in each iteration is traced once.
 #
 # `strategy.run(lambda batch: step(*batch), args=(batch,))` in a loop makes a function in each iteration. Two of them
-# are
-# equal if they have the same code, which reads only arguments and names, and if these names refer to the same
-# functions,
-# layers, variables or numbers. Any other function is equal to itself only: the objects it reads may have changed.
+# are equal if they have the same code, which reads only arguments and names. The names have to refer to the same
+# functions, layers, variables or numbers. Any other function is equal to itself only: the objects it reads may have
+# changed.
 
 
 # These read objects that may change while their names stay the same.

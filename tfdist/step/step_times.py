@@ -10,7 +10,7 @@ A step on one worker, between the ends of two sums:
     reduce     until the sums are there; and in sums before the gradients', where a step has some
 
 The first three are durations on one worker. They ride in a sum that the step makes anyway: worker i fills the i-th part
-of a vector of zeros. The end of a sum is an event of all workers, so the worker with the largest total was the last
+of a vector of zeros. The end of a sum is an event of all workers. So the worker with the largest total was the last
 one, and each other waited for the difference. No clock is compared with another, and no worker waits to measure.
 
 Where replicas train alone and average every H steps, a step ends with its gradients. Rests, inputs and computing of
@@ -41,7 +41,7 @@ _LEAST_ROWS = 64
 # A time of 0 stands for one that was not measured.
 _LEAST_SECS = 1e-6
 _PARTS = 3
-# Columns of a row before the parts: the end of the sum, the time in it, and the number of steps; below 0 if a pass
+# Columns of a row before the parts: the end of the sum, the time in it, and the number of steps, below 0 if a pass
 # began with them.
 _FIXED = 3
 

@@ -7,9 +7,8 @@ The stock variable has two defects under asynchronous workers:
 counts a part of
   them. Here, reading or writing a variable on the chief first waits for every step scheduled before (`barrier`).
 * Keras' `Variable.assign_add(x)` is `assign(self + x)`: read, add, write. If two workers do so at once, one addition is
-lost. Here, when
-  the value assigned is an addition to (or subtraction from) a read of the same variable, with no write between, it
-  becomes one atomic addition. With a single worker the result is the same.
+  lost. Here an assignment becomes one atomic addition if its value adds to (or subtracts from) a read of the same
+  variable, with no write between. With a single worker the result is the same.
 """
 
 from __future__ import annotations
@@ -353,9 +352,8 @@ def coordinate(variable: Any, barrier: Callable[..., None]) -> Any:
 
 # The part of a variable that an update is made of: a shard, some rows, or rows of a shard.
 #
-# An optimizer's update of one variable also reads and writes slots of the same shape. While `updating` is entered, the
-# variable and all others with the same shards stand for the same part of them, so that Keras' formula is used
-# unchanged.
+# An optimizer's update of one variable also reads and writes slots of the same shape. Within `updating`, the variable
+# and all others with the same shards stand for one part of them, so that Keras' formula is used unchanged.
 
 
 # Write of rows for each write of the whole.

@@ -2,13 +2,13 @@
 """Sums and messages of arrays over the workers by MPI, through mpi4py (`mpi` starts it).
 
 How an array is summed. Up to `_SMALL_BYTES` the library's own all-reduce is used. A larger one is cut into a block for
-each worker, and goes twice around a ring of workers (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations", 2009): in the first round each block is added up, in the second one all get it. Blocks
-are sent in segments, so that one is added while the next one is under way, and still in the cache when it goes on. All
-workers have the same sums, bit by bit, because each block is added up in one place.
+each worker, and goes twice around a ring of workers. In the first round each block is added up, in the second one all
+get it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Blocks are
+sent in segments: one is added while the next is under way, and is still in the cache when it is sent on. All workers
+have the same sums, bit by bit, because each block is added up in one place.
 
-Nothing here waits within the library. A wait asks for progress again and again, at first at once and then with pauses,
-so that its core is free for workers that compute. It also checks that the others live.
+Nothing here waits within the library. A wait polls for progress, at first at once and then with pauses, so that its
+core is free for workers that compute. It also checks that the others live.
 """
 
 from __future__ import annotations
@@ -449,10 +449,10 @@ def _maps() -> list[str]:
 
 # A process manager for MPI that each worker brings along: no MPI launcher is needed.
 #
-# The processes of an MPI job find each other through a process manager. Each speaks with it over a socket: it stores
-# its own address under a key, waits until all have (a barrier), and asks for the others' addresses. Usually `mpiexec`
-# starts the processes and is that manager. Here each worker has one, a thread of its own process, and what they have
-# stored is sent by the cluster's coordination service, which tfdist has already:
+# The processes of an MPI job find each other through a process manager. Each process speaks with it over a socket. It
+# stores its own address under a key, waits until all have (a barrier), and reads the others' addresses. Usually
+# `mpiexec` starts the processes and is that manager. Here each worker has one, a thread of its own process. The
+# cluster's coordination service, which tfdist has already, exchanges what they have stored:
 #
 #     MPI library  --socket-->  Server (this process)  --exchange-->  Servers of the other workers
 #

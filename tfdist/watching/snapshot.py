@@ -19,10 +19,10 @@ from tfdist.telemetry.update_log import Contributions, EventKind, Outcome, Timel
 class Lanes:
     """One row for each gradient, sorted by worker and arrival. All times are seconds on the timeline's clock.
 
-    The parts of a step: held back in [held, start], input in [start, read], computing in [read, arrival], waiting for
-    the others in [arrival, summing], all-reduce in [summing, end]. A worker that computes its next gradient before the
-    update is made doesn't wait. Where a worker has several gradients under way at once, a later one begins when the
-    earlier one has arrived.
+    The parts of a step are held back [held, start], input [start, read], computing [read, arrival], waiting for the
+    others [arrival, summing], and all-reduce [summing, end]. A worker that computes its next gradient before the update
+    is made doesn't wait. Where a worker has several gradients under way at once, a later one begins when the earlier
+    one has arrived.
 
     Attributes:
       row: index of the contribution.

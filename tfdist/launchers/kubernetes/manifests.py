@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes objects of a job, as plain data.
 
-One Indexed Job for each kind of task, so that parameter servers need not have the workers' GPUs; a headless Service
-that gives each pod a name; a NetworkPolicy that admits only the job's own pods.
+One Indexed Job for each kind of task, so that parameter servers need not have the workers' GPUs. A headless Service
+gives each pod a name; a NetworkPolicy admits only the job's own pods.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
     srun ... python3 -P -m tfdist.launchers.slurm.task --num_workers=4 -- train.py --epochs=5
 
-Tasks are numbered over the hosts of the step in blocks, as by `srun --distribution=block`: workers first, which have
-the GPUs, then parameter servers, chief and evaluator.
+Tasks are numbered over the hosts of the step in blocks, as by `srun --distribution=block`. Workers come first, which
+have the GPUs, then parameter servers, chief and evaluator.
 """
 
 from __future__ import annotations

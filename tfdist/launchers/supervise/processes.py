@@ -33,7 +33,7 @@ from tfdist.launchers.supervise.output import Console, LineReader, StartupNoise
 
 # Runs a module of tfdist in a Python process that imports from the same places as this one. No TensorFlow import.
 #
-# `python -m` puts the working directory first on `sys.path`: a file `token.py` there would replace the standard
+# `python -m` puts the working directory first on `sys.path`. A file `token.py` there would replace the standard
 # library's module, even if the user's program never imports from there.
 
 

@@ -67,8 +67,8 @@ def run(
         then printed as lines.
       on_signal: called with each signal; returns True to forward it, False if the scheduler has sent it to the command.
       early: earlier signals, which are forwarded once the command has started.
-      is_muted: with `name`, prints nothing but the last lines of a command that failed by itself: without a signal, and
-        not because it has lost another task.
+      is_muted: with `name`, prints only the last lines of a command that failed by itself, without a signal or the loss
+        of another task.
 
     Returns:
       The exit code; 128+N if signal N ended the command.

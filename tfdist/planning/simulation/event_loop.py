@@ -6,8 +6,8 @@
     compute the gradient is computed            ->  it queues on the link to the servers
     arrive  the policy accepts or drops it      ->  if an update is due, it is made; others may start
 
-Without links (engines whose replicas have variables of their own) a gradient arrives when it is computed, and the
-update takes the time of the collective. No event costs more than O(log N) for N replicas, apart from an update or loss
+Without links (engines whose replicas have variables of their own) a gradient arrives when it is computed. The update
+then takes the time of the collective. No event costs more than O(log N) for N replicas, apart from an update or loss
 under a synchronous policy, which concerns all of them.
 """
 
@@ -74,8 +74,8 @@ class EventLoop:
       costs: what else takes time.
       warmup: limits the replicas that take part at the start.
       steps_per_epoch: updates of an epoch; 0 if there are no epochs.
-      ends_epochs: True if an epoch starts as many gradients as it has updates, and the next epoch begins when all of
-        them are applied; only for policies that make an update of each gradient.
+      ends_epochs: True if an epoch starts as many gradients as it has updates, and the next begins when all are
+        applied. Only for policies that make an update of each gradient.
       losses: losses of replicas.
 
     Attributes:

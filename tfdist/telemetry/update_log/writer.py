@@ -33,8 +33,8 @@ class LogWriter:
     million gradients in memory the oldest updates are left out, with a warning.
 
     Args:
-      directory: `updates` in a run directory. A log that is there already, of an earlier training or before a restart,
-        is left alone; this one is written to `updates_2`, `updates_3` and so on.
+      directory: `updates` in a run directory. An existing log, of an earlier training or before a restart, is left
+        alone. This one is written to `updates_2`, `updates_3` and so on.
       header: content of `log.json`.
       files: file system of `directory`.
       flush_secs: time between two writes.
@@ -291,9 +291,9 @@ class _File:
 class Store:
     """A log's directory. `append` adds a segment; the directory then has everything, at every moment.
 
-    Each update is rewritten at most three times as long as it is kept in detail: short segments are joined by eight
-    until one is full. Beyond `max_contributions`, full segments are replaced by groups of 64 steps, and those, beyond
-    64 files of one size, by groups of 4,096 steps in an eighth as many files.
+    Each update is rewritten at most three times while it is kept in detail: short segments are joined by eight until
+    one is full. Beyond `max_contributions`, full segments are replaced by groups of 64 steps. Beyond 64 files of one
+    size, these are replaced by groups of 4,096 steps in an eighth as many files.
     """
 
     def __init__(self, directory: str, header: Header, files: Files, max_contributions: int) -> None:

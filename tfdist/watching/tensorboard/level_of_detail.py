@@ -2,7 +2,7 @@
 """Levels of detail of a timeline: sums over workers and buckets of time, at any zoom, in milliseconds.
 
 Narrow windows are added up from single gradients, exactly. Wide windows come from prefix sums over groups of
-consecutive updates, which are interpolated at the limits of the buckets: a group's seconds are spread evenly there.
+consecutive updates. They are interpolated at the limits of the buckets, where a group's seconds are spread evenly.
 """
 
 from __future__ import annotations
