@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tfdist tells the user goes through `logging`: to standard error by default, else where the program sends it."""
+"""Lines to the user go through `logging`: to standard error by default, else where the program sends them."""
 
 from __future__ import annotations
 

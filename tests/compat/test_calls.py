@@ -35,7 +35,7 @@ class Watch(keras.callbacks.Callback):
 
 
 class OwnFit(keras.Sequential):
-    """Has a `fit` of its own, around Keras'."""
+    """Model with a `fit` of its own, around Keras'."""
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         return super().fit(*args, verbose=0, **kwargs)

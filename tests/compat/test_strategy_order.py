@@ -76,7 +76,7 @@ def test_a_mirrored_strategy_that_trained_first_says_which_line_to_move(tmp_path
 
 
 def test_parameter_server_closed_makes_room_for_other_strategies(tmp_path: pathlib.Path) -> None:
-    """What a notebook does. Models of the first strategy that are still alive don't matter."""
+    """Closes a strategy as a notebook does. Models of the first strategy that are still alive don't matter."""
     script = """
     import threading
     first = parameter_server()

@@ -111,7 +111,7 @@ def _clip_rows_after_the_sum(strategy: Any) -> Any:
 @_case(TRANSFORMS[2], False)
 @_case(TRANSFORMS[3], True)
 def _identity(strategy: Any, has_rows: bool) -> Any:
-    """Whether the weights are those without transforms, to the bit."""
+    """Returns 1.0 if the weights are those of training without transforms, to the bit."""
     found = []
     for places in ((), tfdist.transforms.PLACES):
         with _with_transforms(strategy, *(tfdist.transforms.identity(each) for each in places)):
@@ -143,7 +143,7 @@ class _TwoOptimizers(keras.optimizers.Optimizer):
 
 
 class _WeighedError(keras.losses.Loss):
-    """Has a variable."""
+    """Loss with a variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def _places(strategy: Any) -> Any:
 
 @_case("single batches")
 def _single_batches(strategy: Any) -> Any:
-    """What every replica is given counts once, in rows of tables, sums and counts."""
+    """A batch that every replica has counts once, in rows of tables, sums and counts."""
     ids, targets = _rows["data"][0][:8], Y[:8] > 0.5
     found = []
     for loss in ("mse", keras.losses.MeanSquaredError(reduction="sum")):
@@ -439,7 +439,7 @@ def _shown(strategy: Any) -> list[Any]:
 
 
 class _Reversed(keras.utils.PyDataset):
-    """Its batches are in reversed order in every other epoch."""
+    """Data set whose batches are in reversed order in every other epoch."""
 
     def __init__(self) -> None:
         super().__init__(workers=2)
@@ -472,7 +472,7 @@ def _order(strategy: Any) -> list[Any]:
 
 
 class _Halves(keras.Model):
-    """Its batches have twice as many examples without a target as with one."""
+    """Model for batches with twice as many examples without a target as with a target."""
 
     def __init__(self) -> None:
         super().__init__()

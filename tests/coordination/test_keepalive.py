@@ -90,7 +90,7 @@ def test_an_unknown_host_name_keeps_nobody_waiting(connect):
 
 
 def test_a_stopped_peer_with_full_buffers_is_not_given_up(connect):
-    """Its kernel acknowledges, but takes no more: the limit for unacknowledged data would end the connection."""
+    """The peer's kernel acknowledges, but takes no more: the limit for unacknowledged data would end the connection."""
     address, near, far = connect()
     watched = keepalive.Keepalive({"worker:0": address})
     watched.check()

@@ -98,7 +98,7 @@ class FakeCluster:
             self._gone.add(worker)
 
     def find_dead(self, worker: int) -> None:
-        """This worker is lost, and the coordinator knows before it takes another closure."""
+        """Loses a worker in such a way that the coordinator knows before the worker takes another closure."""
         with self._changed:
             self.found_dead.add(worker)
 
@@ -111,7 +111,7 @@ class FakeCluster:
 
     @contextlib.contextmanager
     def holding(self, worker: int) -> Iterator[None]:
-        """This worker takes no closure: it builds its data again, for example."""
+        """Keeps a worker from taking closures, as while it builds its data again."""
         with self._changed:
             self._held.add(worker)
         try:

@@ -177,7 +177,9 @@ def test_an_error_in_what_is_told_of_a_worker_that_is_back_is_raised_and_the_wor
 @pytest.mark.parametrize("found_by", ["a step", "the coordinator"])
 @pytest.mark.parametrize("known", ["total and shares", "nothing"])
 def test_a_worker_lost_at_the_end_of_the_data_keeps_nobody_waiting(known: str, found_by: str) -> None:
-    """Its share can't be read by others; what was under way ends, the loop with it, and it is said what is missing."""
+    """Other workers can't read the lost share: steps under way end, the loop ends, and a warning names the missing
+    batches.
+    """
     with running_engine(2, poll_secs=0.02) as (engine, cluster):
         passed = Pass(engine, cluster, [4, 3], known)
         cluster.lose(0) if found_by == "a step" else cluster.find_dead(0)

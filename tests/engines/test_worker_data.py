@@ -169,7 +169,7 @@ def test_a_handle_leads_back_to_its_iterator(engine: AsynchronousEngine) -> None
 
 
 def test_the_tensors_of_a_handle_are_those_that_tensorflow_finds(engine: AsynchronousEngine) -> None:
-    """Its spec gives them itself, because each step asks for them."""
+    """The spec gives the tensors itself, because each step needs them."""
     handle = next(iter(WorkerDataset(engine, numbers(), "shard")))
     spec = tf.type_spec_from_value(handle)
     (found,), (expected,) = spec.to_tensors(handle), super(type(spec), spec).to_tensors(handle)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who failed first, of the ends of tasks as each supervisor sees them."""
+"""First failure, of the ends of tasks as each supervisor sees them."""
 
 from __future__ import annotations
 

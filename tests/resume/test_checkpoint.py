@@ -161,7 +161,7 @@ def test_one_that_cannot_be_read_is_put_aside_and_the_one_before_is_taken(tmp_pa
 
 @pytest.mark.processes
 def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoints_that_were_complete(tmp_path: pathlib.Path):
-    """It writes one after the other, as fast as it can, and is killed after a random one of them."""
+    """The process writes checkpoints as fast as it can, and is killed after a random number of them."""
     script = """
 import sys, numpy as np
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory

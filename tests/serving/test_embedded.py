@@ -378,7 +378,7 @@ def test_a_constructor_that_raises_ends_its_processes_and_another_follows(tmp_pa
 
 @pytest.mark.processes
 def test_an_embedded_cluster_runs_nothing_of_the_directory_and_exits(tmp_path: pathlib.Path) -> None:
-    """Its program lies elsewhere, and never imports from the working directory. It ends with `sys.exit`."""
+    """The program is elsewhere, never imports from the working directory, and ends with `sys.exit`."""
     work = tmp_path / "work"
     work.mkdir()
     for name in ("token", "numpy", "secrets"):

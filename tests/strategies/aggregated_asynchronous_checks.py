@@ -290,7 +290,7 @@ def test_what_one_fit_has_left_is_not_for_the_next(with_policies: Policies, slow
 
 
 class OwnLoss(keras.Model):
-    """Its train_step leaves the loss that Keras tracks alone."""
+    """Model whose train_step does not touch the loss that Keras tracks."""
 
     def train_step(self, data: Any) -> Any:
         x, y = data

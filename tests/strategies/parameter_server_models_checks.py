@@ -134,7 +134,7 @@ def through_python(x: tf.Tensor, y: tf.Tensor) -> Any:
 
 @pytest.mark.parametrize("source", [pytest.param("arrays", marks=pytest.mark.slow), "from Python"])
 def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
-    """Its logs are no metrics, so Keras takes those of the last step for those of the epoch."""
+    """The logs of the step are no metrics, so Keras takes the last step's for the epoch's."""
     with strategy.scope():
         model = Own()
         model.compile(keras.optimizers.SGD(0.05))

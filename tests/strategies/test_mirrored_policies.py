@@ -154,7 +154,7 @@ def test_every_replica_may_have_a_pipeline_of_its_own(strategy):
 
 
 def kept(rows: slice) -> tuple[np.ndarray, ...]:
-    """These rows of each batch of 9."""
+    """Returns these rows of each batch of 9."""
     return tuple(np.concatenate([part[start : start + 9][rows] for start in range(0, 45, 9)]) for part in (X, Y))
 
 

@@ -50,7 +50,7 @@ class Worker:
     index: int
 
     def wait(self, timeout_secs: float = 100) -> int:
-        """Its exit code; it is killed if it does not come in time."""
+        """Returns the exit code; kills a process that does not end in time."""
         try:
             return self.process.wait(timeout_secs)
         except subprocess.TimeoutExpired:

@@ -50,7 +50,7 @@ class Program:
         return self._log.read_text(errors="replace")
 
     def wait(self, timeout_secs: float = 100) -> int:
-        """Its exit code."""
+        """Returns the exit code."""
         return self.process.wait(timeout_secs)
 
     def wait_for_output(self, text: str, timeout_secs: float = 100) -> None:
