@@ -10,24 +10,22 @@ worker also asks the kernel what its connections have sent, beside `strategy.rep
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
-import secrets
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import app, flags
 
 from tfdist import Cluster, Task
 from tfdist.launchers.supervise import processes
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
+import namespaces
 
 # By name: the codec, how many steps are made before the measurement, and how many are measured. An adaptive threshold
 # grows by 2 in 20 steps until its density is within its bounds.
@@ -42,7 +40,6 @@ LEAST_RATIO = 20.0
 _JUDGED = "Threshold(max_density=0.0025)"
 _LIMIT_SECS = 400.0
 _PORT = 9000
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("mbits", 100, "Megabits per second of the link, in each direction.", lower_bound=1)
@@ -66,8 +63,8 @@ def main(argv: list[str]) -> None:
     if FLAGS.worker is not None:
         pathlib.Path(FLAGS.output).write_text(json.dumps(_train(FLAGS.worker, FLAGS.steps_before, FLAGS.steps)))
         return
-    if problem := missing():
-        sys.exit(problem)
+    if problem := namespaces.missing():
+        sys.exit(f"slow_network.py: {problem}")
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in FLAGS.contenders}
     for number in range(FLAGS.rounds):
         for name, found in samples.items():
@@ -80,14 +77,6 @@ def main(argv: list[str]) -> None:
     for name in (_JUDGED,) if {_JUDGED, "uncompressed"} <= samples.keys() else ():
         if (ratio := statistics.median(_ratios(samples, name))) < LEAST_RATIO:
             sys.exit(f"{name} makes {ratio:.1f} times as many updates as without compression; wanted: {LEAST_RATIO:g}")
-
-
-def missing() -> str:
-    """Returns a reason why there can be no such link here; "" if there can."""
-    if os.geteuid():
-        return "slow_network.py makes network namespaces, which needs root"
-    absent = [tool for tool in ("ip", "tc") if not shutil.which(tool, path=_PATH)]
-    return f"slow_network.py needs {' and '.join(absent)}, of iproute2" if absent else ""
 
 
 def _table(samples: dict[str, list[dict[str, float]]]) -> str:
@@ -109,12 +98,21 @@ def _ratios(samples: dict[str, list[dict[str, float]]], name: str) -> list[float
 
 def _run(codec: str, steps_before: int, steps: int) -> dict[str, float]:
     """Returns what the slower worker has measured, and the bytes of the one that has sent more."""
-    with _joined() as (spaces, hosts), tempfile.TemporaryDirectory() as folder, processes.Supervisor() as supervisor:
+    with (
+        namespaces.joined(2, FLAGS.mbits) as (spaces, hosts),
+        tempfile.TemporaryDirectory() as folder,
+        processes.Supervisor() as supervisor,
+    ):
         addresses = {index: f"{host}:{_PORT}" for index, host in enumerate(hosts)}
         outputs = [pathlib.Path(folder) / f"{index}.json" for index in addresses]
         started = []
         for index, space in enumerate(spaces):
-            environment = {**os.environ, "PATH": _PATH, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
+            environment = {
+                **os.environ,
+                "PATH": namespaces.PATH,
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "GRPC_VERBOSITY": "ERROR",
+            }
             environment["TF_CONFIG"] = Cluster({"worker": addresses}, Task("worker", index)).to_tf_config()
             command = ["ip", "netns", "exec", space, sys.executable, __file__, f"--worker={codec}"]
             command += [
@@ -129,34 +127,6 @@ def _run(codec: str, steps_before: int, steps: int) -> dict[str, float]:
                 raise RuntimeError(f"{process.name} failed:\n" + "\n".join(process.tail))
         found = [json.loads(output.read_text()) for output in outputs]
     return {key: (min if key == "updates_per_sec" else max)(each[key] for each in found) for key in found[0]}
-
-
-@contextlib.contextmanager
-def _joined() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Yields the names of two network namespaces with a link between them, and their addresses."""
-    spaces = [f"tf{secrets.token_hex(3)}{index}" for index in range(2)]
-    hosts = [f"10.77.0.{index + 1}" for index in range(2)]
-    try:
-        for space in spaces:
-            _do("ip", "netns", "add", space)
-        _do("ip", "-n", spaces[0], "link", "add", "eth0", "type", "veth", "peer", "eth0", "netns", spaces[1])
-        for space, host in zip(spaces, hosts, strict=True):
-            _do("ip", "-n", space, "link", "set", "lo", "up")
-            _do("ip", "-n", space, "addr", "add", f"{host}/24", "dev", "eth0")
-            _do("ip", "-n", space, "link", "set", "eth0", "up")
-            # A bucket of a few milliseconds.
-            rate = [f"{FLAGS.mbits}mbit", "burst", "128kb", "latency", "100ms"]
-            _do("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", *rate)
-        yield spaces, hosts
-    finally:
-        for space in spaces:
-            subprocess.run(["ip", "netns", "del", space], env={**os.environ, "PATH": _PATH}, capture_output=True)
-
-
-def _do(*command: str) -> None:
-    done = subprocess.run(command, env={**os.environ, "PATH": _PATH}, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def _train(codec: str, steps_before: int, steps: int) -> dict[str, float]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests" / "support"))
 import namespaces
 
 from tfdist import Cluster, Task

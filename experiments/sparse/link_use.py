@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "scaling"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests" / "support"))
 import namespaces
 
 _EVERY_SECS = 0.25

@@ -13,7 +13,9 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
+import namespaces
 import process_cluster
+import slow_workers
 
 import tfdist
 from tfdist.strategies import _communication
@@ -80,9 +82,11 @@ report("statistics", trained(strategy, dense, x, lambda: SGD(0.1), {}))
 own = strategy.distribute_datasets_from_function(lambda c: tf.data.Dataset.from_tensors(c.input_pipeline_id + 1.0))
 report("reduced", float(strategy.reduce("SUM", strategy.run(lambda value: value, (next(iter(own)),)), axis=None)))
 
+"""
+WHO_IS_SLOW = """
 sys.path.append(TESTS)
 import slow_workers
-for kind in slow_workers.KINDS:
+for kind in KINDS:
     slow_workers.check(strategy, shared / kind, index, kind)
 """
 
@@ -101,7 +105,9 @@ def assert_close(one: Any, other: Any) -> None:
 
 def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
-    script = PREPARED + f"CHOSEN, TESTS = {chosen!r}, {TESTS!r}\n" + EQUALITY
+    script = (
+        PREPARED + f"CHOSEN, TESTS, KINDS = {chosen!r}, {TESTS!r}, {slow_workers.KINDS!r}\n" + EQUALITY + WHO_IS_SLOW
+    )
     first, *others = process_cluster.run(script, tmp_path, num_workers=3, timeout_secs=280)
     names = [name for name in first if f"one device, {name}" in first]
     assert len(names) == len(chosen)
@@ -169,6 +175,17 @@ def test_policies_sum_by_mpi_what_they_sum_by_tensorflow(
         assert first == second
         found[kind] = first["found"]
     assert_close(found["mpi"], found["tensorflow"])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+def test_a_slow_link_is_told_apart_from_a_slow_worker(tmp_path: pathlib.Path):
+    with namespaces.joined(2, slow_workers.LINK_MBITS) as (spaces, hosts):
+        script = (
+            f"strategy = tfdist.MultiWorkerMirroredStrategy()\nTESTS, KINDS = {TESTS!r}, ('link', 'input', 'step')\n"
+        )
+        process_cluster.run(script + WHO_IS_SLOW, tmp_path, 2, 180, dict(zip(spaces, hosts, strict=True)))
 
 
 @pytest.mark.parametrize("value", ["gloo", "MPI", None, 1])

@@ -29,7 +29,11 @@ from tfdist.launchers.supervise.processes import PortReservation
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 _HEADER = """
-import json, os, pathlib, sys
+import ctypes, json, os, pathlib, sys
+# Threads and sockets to come are in the network namespace, too.
+if space := os.environ.get("TFDIST_TEST_SPACE"):
+    with open(f"/run/netns/{space}") as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
 import numpy as np, tensorflow as tf, keras
 import tfdist
 cluster = tfdist.Cluster.from_environment()
@@ -80,7 +84,12 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(
-    script: str, shared: pathlib.Path, num_workers: int = 2, started: int | None = None, env: Mapping[str, str] = {}
+    script: str,
+    shared: pathlib.Path,
+    num_workers: int = 2,
+    started: int | None = None,
+    env: Mapping[str, str] = {},
+    machines: Mapping[str, str] = {},
 ) -> Iterator[list[Worker]]:
     """Starts the workers and kills those that are still there at the end of the block.
 
@@ -90,21 +99,30 @@ def workers(
       num_workers: tasks of the cluster.
       started: how many of these are started; all by default.
       env: additional environment variables.
+      machines: addresses by network namespace, one for each worker; by default all are on this machine.
     """
     path = shared / "script.py"
     path.write_text(_HEADER + textwrap.dedent(script))
     with PortReservation(num_workers) as reserved, contextlib.ExitStack() as stack:
-        addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
+        hosts = [*machines.values()] or ["127.0.0.1"] * num_workers
+        addresses = [f"{host}:{port}" for host, port in zip(hosts, reserved.ports, strict=True)]
         running = []
         for index in range(num_workers if started is None else started):
             cluster = Cluster({"worker": dict(enumerate(addresses))}, Task("worker", index))
-            running.append(_start(stack, path, shared, cluster, index, env))
+            inside = {"TFDIST_TEST_SPACE": [*machines][index]} if machines else {}
+            running.append(_start(stack, path, shared, cluster, index, {**env, **inside}))
         yield running
 
 
-def run(script: str, shared: pathlib.Path, num_workers: int = 2, timeout_secs: float = 100) -> list[dict[str, Any]]:
+def run(
+    script: str,
+    shared: pathlib.Path,
+    num_workers: int = 2,
+    timeout_secs: float = 100,
+    machines: Mapping[str, str] = {},
+) -> list[dict[str, Any]]:
     """Runs the workers to their end and returns what each reported; fails if one of them fails."""
-    with workers(script, shared, num_workers) as running:
+    with workers(script, shared, num_workers, machines=machines) as running:
         deadline = time.monotonic() + timeout_secs
         try:
             codes = [worker.wait(max(1.0, deadline - time.monotonic())) for worker in running]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import threading
@@ -21,7 +22,7 @@ from tfdist.telemetry.recorder import Recorder, RecorderSums
 from tfdist.telemetry.report import Interval, Report, with_usage
 from tfdist.telemetry.session import LogSink
 from tfdist.telemetry.update_log import Contributions, Header, LogWriter, Updates, read_logs
-from tfdist.watching import snapshot
+from tfdist.watching import snapshot, trace
 from tfdist.watching.tensorboard import level_of_detail, worker_table
 
 REPLICAS = 4
@@ -332,7 +333,7 @@ def test_worker_with_few_gradients_all_dropped_is_told(count: int, words: str) -
         assert late_of([50, 50, count], [0.01, 0.01, 0.01]).in_words == "no worker stands out"
 
 
-def test_report_watch_and_page_say_the_same_to_the_digit(tmp_path: pathlib.Path) -> None:
+def test_report_watch_page_and_trace_agree_to_the_digit(tmp_path: pathlib.Path) -> None:
     names = ["worker:0", "worker:1", "worker:2"]
     recorder = Recorder(names, is_complete=True)
     sink = LogSink(names, lambda: False, lambda kind, line: None, lambda gradients: 0)
@@ -367,6 +368,16 @@ def test_report_watch_and_page_say_the_same_to_the_digit(tmp_path: pathlib.Path)
         assert row["input_p50"] == report.input_secs[row["name"]].p50 == other.input_secs
         assert row["is_slow"] == other.is_slow == (row["name"] == "worker:1")
         assert row["cost_secs"] == pytest.approx(report.cost_secs[row["name"]], rel=1e-5)
+    traced = [*trace.TraceEvents(timeline, 0, len(timeline.updates), 1, "run", 0.0)]
+    assert [event["args"]["labels"] for event in traced if event["name"] == "process_labels"] == [report.in_words]
+    # A slice has no duration where there was none, and no wait after the last gradient.
+    kinds = {"input": report.input_secs, "compute": report.compute_secs, "wait": report.wait}
+    for (kind, found), (worker, name) in itertools.product(kinds.items(), enumerate(names)):
+        secs = [each["dur"] / 1e6 for each in traced if each["name"] == kind and each["tid"] == worker + 1]
+        durations = Histogram()
+        durations.add_all(np.array(secs + [0.0] * (found[name].count - len(secs))))
+        assert durations.percentile(50) == pytest.approx(found[name].p50, rel=1e-5), (kind, name)
+        assert durations.mean == pytest.approx(found[name].mean, rel=1e-4, abs=1e-8), (kind, name)
 
 
 def _rounded(found: object) -> object:

@@ -44,7 +44,7 @@ def check_format(whole: dict) -> None:
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
         assert isinstance(event["args"], dict)
         if event["ph"] == "M":
-            key = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}[event["name"]]
+            key = {"process_labels": "labels", "thread_sort_index": "sort_index"}.get(event["name"], "name")
             names[event["name"], event["pid"], event["tid"]] = event["args"][key]
             continue
         assert event["ts"] >= 0

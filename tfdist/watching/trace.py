@@ -15,6 +15,7 @@ from absl import flags
 
 from tfdist import _files, _log
 from tfdist.launchers.requests import LaunchError
+from tfdist.telemetry import report
 from tfdist.telemetry.update_log import Contributions, EventKind, LogReader, Outcome, Timeline, Updates
 from tfdist.watching import arguments as command_arguments
 from tfdist.watching.arguments import chosen, name_of
@@ -245,6 +246,8 @@ class TraceEvents:
 
     def _names(self) -> Iterator[dict[str, Any]]:
         yield self._metadata("process_name", 0, name=self._name)
+        found = report.of_log(self._updates, self._contributions, self._timeline.workers)
+        yield self._metadata("process_labels", 0, labels=found.in_words)
         for tid, name in enumerate(("updates", *self._timeline.workers)):
             yield self._metadata("thread_name", tid, name=name)
             yield self._metadata("thread_sort_index", tid, sort_index=tid)
