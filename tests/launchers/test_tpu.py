@@ -97,6 +97,13 @@ def gke(accelerator, topology, **options):
     return tpu.plan_gke(manifests.Pods(**options), accelerator, topology)
 
 
+def test_telemetry_is_refused_with_the_reason(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(requests.LaunchError, match="--telemetry measures workers of tfdist's strategies, and TPUs have"):
+        tpu.main(["--dry_run", "--accelerator_type=v4-8", "--zone=a", "--telemetry", str(script)])
+
+
 def test_a_plan_as_text():
     request = tpu.plan(
         job(

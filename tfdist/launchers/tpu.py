@@ -222,6 +222,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_boolean("delete", False, "TPU VM: delete the TPU at the end, whatever happens", flag_values=values)
     flags.DEFINE_boolean("spot", False, "TPU VM: may be preempted at any time", flag_values=values)
     kubernetes.define_pod_flags(values)
+    environment.define_telemetry_flag(values)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -230,6 +231,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    if values.telemetry:
+        raise LaunchError(
+            "--telemetry measures workers of tfdist's strategies, and TPUs have TensorFlow's own, whose chips compute in "
+            f"lockstep; use keras.callbacks.TensorBoard in the script. Received: --telemetry={values.telemetry}"
+        )
     if values.gke:
         pods = kubernetes.pods_from_flags(values, command, Shape(1))
         request = plan_gke(pods, values.accelerator, values.topology, values.chips_per_host)

@@ -45,63 +45,74 @@ export class Advice {
       empty(this.list).append(element('p', {text: `No estimate: ${short(answer.reason, 300)}.`}));
     } else {
       const best = element('p', {class: 'words', text: capital(short(answer.best, 200))});
-      empty(this.list).append(best, ...answer.cases.map(each => row(each)), axis(), ...notes(answer));
+      const scaled = scale(answer.cases);
+      empty(this.list).append(best, ...answer.cases.map(each => row(each, scaled)), axis(scaled), ...notes(answer));
     }
   }
 }
 
 const VERDICTS = {helps: '▲ helps', costs: '▼ costs', same: '● about the same'};
-// Changes of the axis, from half to double.
-const TICKS = [-50, -25, 0, 50, 100];
+// Changes of the axis: from half to double, or so many powers of two wide that all intervals fit.
+const NEAR = {powers: 1, factors: [0.5, 0.75, 1, 1.5, 2]};
+const MOST_STEP = 4;
+
+function scale(cases) {
+  const wanted = Math.max(...cases.flatMap(({gradients}) => [gradients.low, gradients.high].map(value => Math.abs(Math.log2(value)))));
+  if (!(wanted > 1)) return NEAR;
+  const step = Math.min(MOST_STEP, Math.ceil(wanted / 3)), steps = Math.min(3, Math.ceil(wanted / step)), factors = [];
+  for (let each = -steps; each <= steps; each += 1) factors.push(2 ** (each * step));
+  return {powers: steps * step, factors};
+}
 
 function capital(text) {
   return text.slice(0, 1).toUpperCase() + text.slice(1);
 }
 
-function row(found) {
+function row(found, scaled) {
   const {updates, gradients} = found;
   return element('div', {class: `case ${found.verdict}`, 'data-name': found.name}, [
     element('h3', {}, [element('span', {text: short(found.name, 60)}), element('span', {class: 'verdict', text: VERDICTS[found.verdict]})]),
-    bar(gradients),
+    bar(gradients, scaled),
     element('p', {text: `gradients per second ${change(gradients)}; updates per second ${change(updates)}, ` +
       `each of ${count(found.gradients_per_update, 'gradient')}`}),
   ]);
 }
 
-function place(value) {
-  return 50 + 50 * Math.max(-1, Math.min(1, Math.log2(value)));
+function place(value, {powers}) {
+  return 50 + 50 * Math.max(-1, Math.min(1, Math.log2(value) / powers));
 }
 
-function bar(interval) {
+function bar(interval, scaled) {
   const track = element('div', {class: 'interval', role: 'img', 'aria-label': change(interval)});
   const range = element('span', {class: 'range-bar'}), middle = element('span', {class: 'middle'});
-  const left = Math.min(99.4, place(interval.low));
+  const left = Math.min(99.4, place(interval.low, scaled));
   range.style.left = `${left}%`;
-  range.style.width = `${Math.max(0.6, place(interval.high) - left)}%`;
-  middle.style.left = `${place(interval.middle)}%`;
-  track.append(...TICKS.map(tick => {
-    const line = element('span', {class: tick ? 'tick' : 'tick zero'});
-    line.style.left = `${place(1 + tick / 100)}%`;
+  range.style.width = `${Math.max(0.6, place(interval.high, scaled) - left)}%`;
+  middle.style.left = `${place(interval.middle, scaled)}%`;
+  track.append(...scaled.factors.map(factor => {
+    const line = element('span', {class: factor === 1 ? 'tick zero' : 'tick'});
+    line.style.left = `${place(factor, scaled)}%`;
     return line;
   }), range, middle);
   return track;
 }
 
-function axis() {
+function axis(scaled) {
   const made = element('div', {class: 'advice-axis', 'aria-hidden': 'true'});
-  made.append(...TICKS.map(tick => {
-    const text = element('span', {text: tick ? `${tick > 0 ? '+' : '−'}${Math.abs(tick)} %` : 'as now'});
-    text.style.left = `${place(1 + tick / 100)}%`;
+  made.append(...scaled.factors.map(factor => {
+    const text = element('span', {text: factor === 1 ? 'as now' : signed(factor)});
+    text.style.left = `${place(factor, scaled)}%`;
     return text;
   }));
   return made;
 }
 
+function signed(factor) {
+  const rounded = Math.round(100 * (factor - 1));
+  return `${rounded > 0 ? '+' : rounded < 0 ? '−' : '±'}${Math.abs(rounded)} %`;
+}
+
 function change(interval) {
-  const signed = value => {
-    const rounded = Math.round(100 * (value - 1));
-    return `${rounded > 0 ? '+' : rounded < 0 ? '−' : '±'}${Math.abs(rounded)} %`;
-  };
   return `${signed(interval.middle)} (${signed(interval.low)} to ${signed(interval.high)})`;
 }
 

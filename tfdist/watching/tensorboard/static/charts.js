@@ -81,7 +81,7 @@ export class Charts {
     };
     const updates = sum('updates'), length = data.end - data.begin;
     // Buckets with less than some updates each would show their rhythm and not their rate.
-    const joined = Math.max(3, Math.min(data.buckets, Math.ceil(data.buckets / Math.max(1, updates / 8))));
+    const joined = Math.max(3, Math.min(data.buckets, Math.ceil(data.buckets / Math.max(1, updates / 20))));
     const points = [];
     for (let i = 0; i < data.buckets; i += joined) {
       const last = Math.min(data.buckets, i + joined);

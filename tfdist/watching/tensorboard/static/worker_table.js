@@ -41,7 +41,7 @@ export class WorkerTable {
     this.more.addEventListener('click', () => { this.isOpen = !this.isOpen; this.draw(); });
     this.note = element('p', {class: 'hint'});
     this.root = element('section', {'aria-label': 'Workers', id: 'workers'}, [
-      element('h2', {text: 'Workers, by what they cost'}),
+      element('h2', {text: 'Workers, slow ones first, then by what they cost'}),
       element('div', {class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'Table of workers'},
         [element('table', {}, [element('thead', {}, [element('tr', {}, this.heads)]), this.body])]),
       this.more, this.note,
