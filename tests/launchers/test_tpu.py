@@ -100,7 +100,9 @@ def gke(accelerator, topology, **options):
 def test_telemetry_is_refused_with_the_reason(tmp_path):
     script = tmp_path / "train.py"
     script.touch()
-    with pytest.raises(requests.LaunchError, match="--telemetry measures workers of tfdist's strategies, and TPUs have"):
+    with pytest.raises(
+        requests.LaunchError, match="--telemetry measures workers of tfdist's strategies, and TPUs have"
+    ):
         tpu.main(["--dry_run", "--accelerator_type=v4-8", "--zone=a", "--telemetry", str(script)])
 
 

@@ -18,6 +18,7 @@ from tfdist.planning.profile import NoiseScale, Profile, Table
 from tfdist.telemetry import update_log
 
 NETWORK = prediction.from_flag("10Gbit", None, has_accelerators=True)
+LOCAL = prediction.from_flag("local", None, has_accelerators=False)
 RESNET = profiles.make(0.25, 102_000_000)
 
 
@@ -50,6 +51,14 @@ def test_stragglers_are_answered_with_spares():
     _, chosen, words = ask(profiles.make(0.2, 1_000_000, s=0.6), workers=(16,))
     assert chosen.candidate.spares >= 2
     assert f"BackupWorkers(spares={chosen.candidate.spares})" in words
+
+
+def test_more_workers_are_compared_by_what_would_be_recommended_for_them():
+    found, chosen, words = ask(profiles.make(0.2, 1_000_000, s=0.6, device="CPU"), LOCAL, (2, 4), workers_per_machine=4)
+    assert chosen.workers == 2
+    (row,) = (row for row in found if row.candidate and row.candidate.label == "1 spare" and row.candidate.servers == 0)
+    ratio = row.prediction.examples_per_sec / chosen.prediction.examples_per_sec
+    assert f"\n4 workers would be {ratio:.1f} times as fast as 2: {row.limit.words}" in words
 
 
 def test_a_noise_scale_below_the_batch_keeps_the_batch_small():

@@ -233,7 +233,7 @@ def main(arguments: Sequence[str]) -> int:
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     if values.telemetry:
         raise LaunchError(
-            "--telemetry measures workers of tfdist's strategies, and TPUs have TensorFlow's own, whose chips compute in "
+            "--telemetry measures workers of tfdist's strategies, and TPUs have TensorFlow's, whose chips compute in "
             f"lockstep; use keras.callbacks.TensorBoard in the script. Received: --telemetry={values.telemetry}"
         )
     if values.gke:

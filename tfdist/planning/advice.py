@@ -210,8 +210,10 @@ def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> list[str]:
     ]
     if not own.is_exact:
         lines.append(_caution(own, predicted))
-    more = [row for row in found[1:] if row.workers > own.workers]
-    if more:
+    counts = {row.workers for row in found[1:] if row.workers > own.workers}
+    if counts:
+        # With the candidate that would be recommended for them.
+        more = [_best([row for row in found[1:] if row.workers == count]) for count in counts]
         best = max(more, key=lambda row: row.prediction.examples_per_sec)
         ratio = best.prediction.examples_per_sec / predicted.examples_per_sec
         lines.append(f"{best.workers} workers would be {ratio:.1f} times as fast as {own.workers}: {best.limit.words}")

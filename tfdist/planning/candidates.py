@@ -81,7 +81,7 @@ def all_for(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator
     yield Candidate(MULTI_WORKER, workers, "synchronous", "", list, is_exact=True)
     if spares:
         policies = _builder(BackupWorkers, spares=spares)
-        yield Candidate(MULTI_WORKER, workers, f"{spares} spares", backup, policies, spares=spares, is_exact=True)
+        yield Candidate(MULTI_WORKER, workers, _spares(spares), backup, policies, spares=spares, is_exact=True)
     averaging = f"ParameterAveraging(every_steps={EVERY_STEPS})"
     yield Candidate(
         MULTI_WORKER,
@@ -100,7 +100,7 @@ def all_for(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator
         yield Candidate(
             PARAMETER_SERVER,
             workers,
-            f"{count} spares" if count else "synchronous",
+            _spares(count) if count else "synchronous",
             f"BackupWorkers(spares={count})",
             _builder(BackupWorkers, spares=count),
             servers=servers,
@@ -117,6 +117,10 @@ def all_for(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator
 def server_counts(workers: int) -> list[int]:
     """Returns the numbers of parameter servers that are tried: one, and a quarter of the workers."""
     return sorted({1, min(_MOST_SERVERS, max(1, workers // 4))})
+
+
+def _spares(count: int) -> str:
+    return f"{count} spare{'s' * (count > 1)}"
 
 
 def best_spares(workers: int, samples: Sequence[float]) -> int:
