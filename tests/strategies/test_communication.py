@@ -178,14 +178,14 @@ def test_policies_sum_by_mpi_what_they_sum_by_tensorflow(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 def test_a_slow_link_is_told_apart_from_a_slow_worker(tmp_path: pathlib.Path):
     with namespaces.joined(2, slow_workers.LINK_MBITS) as (spaces, hosts):
         script = (
             f"strategy = tfdist.MultiWorkerMirroredStrategy()\nTESTS, KINDS = {TESTS!r}, ('link', 'input', 'step')\n"
         )
-        process_cluster.run(script + WHO_IS_SLOW, tmp_path, 2, 180, dict(zip(spaces, hosts, strict=True)))
+        process_cluster.run(script + WHO_IS_SLOW, tmp_path, 2, 280, dict(zip(spaces, hosts, strict=True)))
 
 
 @pytest.mark.parametrize("value", ["gloo", "MPI", None, 1])
