@@ -3,6 +3,7 @@
 
 python machine.py --network=local               # processes of this machine
 python machine.py --size=conv                   # two workers that share the cores, against one
+python machine.py --size=tiny                   # the same for steps that sleep
 python machine.py --network=100 --network=1000  # network namespaces with links of 100 Mb/s and 1 Gb/s; root, iproute2
 
 All predictions of a network are written to the output before its first run.
@@ -36,7 +37,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 SCRIPT = HERE / "sleeping_steps.py"
 flags.DEFINE_multi_string("network", ["local"], "local, or megabits per second of the links between namespaces.")
 flags.DEFINE_multi_string("run", [], "Only runs whose name contains this.")
-flags.DEFINE_enum("size", "", ["", "tiny", "1M", "conv"], "Of the model; by default tiny for local, else 1M.")
+flags.DEFINE_enum("size", "", ["", "tiny", "1M", "conv"], "Model of which two workers are compared with one.")
 flags.DEFINE_string("output", str(HERE / "results" / "machine.json"), "Where predictions and measurements go.")
 flags.DEFINE_float("profile_secs", 45.0, "How long to profile one worker.", lower_bound=5.0)
 _LIMIT_SECS = 240.0
@@ -65,7 +66,7 @@ LOCAL = (
     *(Run("parameter_server", "BackupWorkers(spares=1)", workers, 30) for workers in (4, 8)),
     *(Run("multi_worker", "ParameterAveraging(every_steps=4)", workers, 32) for workers in (2, 4, 8)),
 )
-CORES = tuple(Run("multi_worker", "", workers, 60) for workers in (1, 2, 1, 2))
+PAIRS = tuple(Run("multi_worker", "", workers, 60) for workers in (1, 2, 1, 2))
 SLOW = (
     *(Run("parameter_server", "", workers, 30 * workers) for workers in (1, 2, 4)),
     *(Run("multi_worker", "", workers, 16) for workers in (2, 4)),
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> None:
         if name != "local" and (problem := namespaces.missing()):
             sys.exit(f"machine.py: {problem}")
         size = FLAGS.size or ("tiny" if name == "local" else "1M")
-        runs = [run for run in (CORES if size == "conv" else LOCAL if name == "local" else SLOW) if _is_wanted(run)]
+        runs = [run for run in (PAIRS if FLAGS.size else LOCAL if name == "local" else SLOW) if _is_wanted(run)]
         with tempfile.TemporaryDirectory() as folder, _machines(name, 1 + max(2, *(r.workers + 1 for r in runs))) as at:
             measured_profile = _profile(pathlib.Path(folder), size)
             network = _network(pathlib.Path(folder), at)
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> None:
                     flush=True,
                 )
                 cluster_runs.write(output, found)
-        if FLAGS.size == "conv":
+        if FLAGS.size:
             _compare_examples(runs, rows)
     if worst := max((abs(row["error"]) for row in found if row.get("measured")), default=0.0):
         print(f"worst error {worst:.1%}; wanted: {WITHIN:.0%}")
