@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import operator
 import pathlib
 import signal
 import threading
+import weakref
 
 import pytest
 from waiting import Clock
@@ -83,14 +85,14 @@ def test_an_interrupt_that_python_delivers_is_told_and_does_what_it_did_before()
 
 
 @contextlib.contextmanager
-def thread_in(filename: str):
-    """A thread that waits within a function of such a file, by its identifier."""
+def thread_in(filename: str, used: object = None):
+    """A thread that waits within a function of such a file, with a local variable `used`; by its identifier."""
     names: dict = {"call": operator.call, "ready": threading.Lock(), "lock": threading.Lock()}
     for held in ("ready", "lock"):
         names[held].acquire()
     # In one instruction, and without frames below it: whoever sees `ready` sees the thread where it stays.
-    exec(compile("def wait(): list(map(call, (ready.release, lock.acquire)))", filename, "exec"), names)
-    thread = threading.Thread(target=names["wait"], daemon=True)
+    exec(compile("def wait(used): list(map(call, (ready.release, lock.acquire)))", filename, "exec"), names)
+    thread = threading.Thread(target=names["wait"], args=(used,), daemon=True)
     thread.start()
     assert names["ready"].acquire(timeout=10)
     try:
@@ -107,6 +109,29 @@ def test_a_thread_in_the_runtime_is_in_one_call():
         assert first is not None
         assert first == blocked()
     assert blocked() is None
+
+
+def test_what_a_call_has_used_is_freed_when_it_has_ended():
+    """An iterator over data that only the garbage collector frees keeps the end of a program waiting."""
+    used = threading.Event()
+    gc.collect()
+    gc.disable()
+    try:
+        with thread_in("/site-packages/tensorflow/python/eager/execute.py", used=used) as ident:
+            looking = [BlockedCall("a step", ident) for _ in range(2)]
+            both = [threading.Thread(target=lambda each=each: [each() for _ in range(200)]) for each in looking]
+            for thread in both:
+                thread.start()
+            for thread in both:
+                thread.join(10)
+            assert looking[0]() is not None
+        for each in looking:
+            each.forget()
+        alive = weakref.ref(used)
+        del used
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_waits_for_a_collective_in_another_is_in_that_call():

@@ -23,26 +23,27 @@ from tfdist import _log
 # CPython 3.11 collects garbage when `sys._current_frames` makes its dictionary, while it holds the lock on the list of
 # threads. A collected object may wait for Python's lock, as TensorFlow's do when they are freed. The thread that holds
 # this lock may be starting a thread, and wait for the list. Neither ever continues. So nothing is collected meanwhile.
+#
+# A frame keeps its locals, and those of its callers, alive: among them iterators over data. Freed by Python's end, an
+# iterator waits for its thread, and this for Python, for ever (TensorFlow 2.21, `numpy_function` under way). So frames
+# are let go at once: no dictionary of frames is left in a frame that it contains, and none outlives its call for long.
 
 
 _lock = threading.Lock()
 
 
 def by_thread() -> dict[int, FrameType]:
-    """Returns the innermost frame of each thread, by the thread's identity."""
+    """Returns the innermost frame of each thread but this one, by the thread's identity."""
     with _lock:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            frames = sys._current_frames()
+            del frames[threading.get_ident()]
+            return frames
         finally:
             if was_enabled:
                 gc.enable()
-
-
-def of(thread: threading.Thread) -> FrameType | None:
-    """Returns the innermost frame of a thread; None if it does not run."""
-    return by_thread().get(thread.ident or 0)
 
 
 _JOIN_SECS = 2.0
@@ -158,6 +159,10 @@ class BlockedCall:
             self._last = (frame, frame.f_lasti, self._token)
         return self._what, self._token
 
+    def forget(self) -> None:
+        """Lets go of the frame of a call that has ended."""
+        self._last = None
+
     @property
     def frame(self) -> types.FrameType | None:
         """Innermost frame of the call that was seen last; None outside of a call."""
@@ -165,12 +170,16 @@ class BlockedCall:
 
     def _blocked_frame(self) -> types.FrameType | None:
         frames = by_thread()
-        frame = frames.get(self._thread_id or 0)
-        if frame is None or any(part in frame.f_code.co_filename for part in self._RUNTIME):
-            return frame
-        if frame.f_code.co_filename != threading.__file__:
-            return None
-        return next((each for each in frames.values() if self._COLLECTIVES in each.f_code.co_filename), None)
+        try:
+            frame = frames.get(self._thread_id or 0)
+            if frame is None or any(part in frame.f_code.co_filename for part in self._RUNTIME):
+                return frame
+            if frame.f_code.co_filename != threading.__file__:
+                return None
+            return next((each for each in frames.values() if self._COLLECTIVES in each.f_code.co_filename), None)
+        finally:
+            # Another thread that looks has a dictionary with this frame.
+            frames.clear()
 
 
 class Idleness:

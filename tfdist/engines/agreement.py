@@ -120,9 +120,8 @@ class Agreement:
         # Returns True for an exception that the other workers know of without being told. TensorFlow's collectives tell
         # them of TensorFlow's errors; what came from another worker is known there.
         self.is_known: Callable[[BaseException], bool] = lambda error: isinstance(error, tf.errors.OpError)
-        self.reporter = stalls.StallReporter(
-            self.waited_for, progress=stalls.BlockedCall("a step, or another call that needs all workers,")
-        )
+        self._blocked = stalls.BlockedCall("a step, or another call that needs all workers,")
+        self.reporter = stalls.StallReporter(self.waited_for, progress=self._blocked)
         # Waits of this worker, the innermost one last, and its calls outside of Keras' loops.
         self._waits: list[_Wait] = []
         self._calls: list[str] = []
@@ -542,6 +541,12 @@ class Agreement:
         self.end()
         self._watch.stop()
         self.reporter.stop()
+        self.forget_frames()
+
+    def forget_frames(self) -> None:
+        """Lets go of the frames of a call that has ended, and so of its data, before the program goes on."""
+        self._blocked.forget()
+        self._watch.call.forget()
 
     def _leave(self) -> None:
         self.end()
@@ -583,7 +588,7 @@ class _Watch:
         self._agreement = agreement
         self._others = [str(task) for task in agreement.tasks if task != agreement.task]
         self._idle_secs = 0.0
-        self._call = stalls.BlockedCall("a collective")
+        self.call = stalls.BlockedCall("a collective")
         self._idleness = stalls.Idleness()
         self._token, self._since = -1, 0.0
         self._has_aborted = False
@@ -699,11 +704,11 @@ class _Watch:
 
     def _blocked_frame(self) -> FrameType | None:
         """Returns the main thread's frame if it has been blocked in TensorFlow and the process idle for a while."""
-        is_idle, call, now = self._idleness.check(), self._call(), time.monotonic()
+        is_idle, call, now = self._idleness.check(), self.call(), time.monotonic()
         if call is None or call[1] != self._token or not is_idle:
             self._token, self._since = call[1] if call else -1, now
         is_long = call is not None and now - self._since >= _LOOK_AFTER_SECS
-        return self._call.frame if is_long else None
+        return self.call.frame if is_long else None
 
 
 def tell_others_of_errors(agreement: Agreement) -> None:

@@ -166,6 +166,12 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         times = self._times.begin(limits) if self._is_timed else None
         return run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients, times)
 
+    def _before_call(self, call: calls.Call) -> None:
+        super()._before_call(call)
+        distribution = getattr(self, "distribution", None)
+        if distribution is not None and distribution.agreement is not None:
+            call.after.append(distribution.agreement.forget_frames)
+
     def _prepare(self, model: keras.Model) -> None:
         super()._prepare(model)
         if self._compressed and not self._is_in_phase:

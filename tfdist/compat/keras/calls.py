@@ -88,6 +88,7 @@ class Call:
       epochs: Keras' iterator over the epochs, once it is made; a weak reference in a call that was opened late.
       under: the strategy whose loops it is one of, once that has looked for others beside it.
       ends: called when the call has raised, with the exception.
+      after: called when the call has ended, however it did.
       arguments: the user's arguments, by name; the method is called with these.
       around: entered around the method.
       change: called with what the method returns; its own result is returned.
@@ -105,6 +106,7 @@ class Call:
     epochs: Any = None
     under: Any = None
     ends: list[Callable[[BaseException], None]] = dataclasses.field(default_factory=list)
+    after: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     @property
     def trains(self) -> bool:
@@ -262,10 +264,13 @@ def _end(call: Call) -> None:
     """Closes a call; a second time does nothing."""
     thread = call.thread.ident or 0
     calls = _open.get(thread, [])
-    if call in calls:
+    is_open = call in calls
+    if is_open:
         calls.remove(call)
     if not calls:
         _open.pop(thread, None)
+    for each in call.after if is_open else ():
+        each()
 
 
 # Given a model and the callbacks of a `fit`, returns those to add.
