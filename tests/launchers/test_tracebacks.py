@@ -74,6 +74,13 @@ def test_an_aborted_sum_is_one_line(text):
     assert not tracebacks.has_raised("worker:0")
 
 
+def test_a_sum_that_misses_a_worker_is_one_line():
+    _, tracebacks, (task,) = job("worker:0")
+    text = "ConnectionError: a sum over all workers will never come, as some have ended or failed: worker:1 (killed)"
+    assert printed(task, [*RAISED[:-3], text]) == [text]
+    assert not tracebacks.has_raised("worker:0")
+
+
 def test_a_chain_of_exceptions_stays_together():
     _, _, tasks = job("worker:0", "worker:1")
     assert printed(tasks[0], CHAINED) == CHAINED

@@ -24,12 +24,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.utils import traceback_utils
 
 from tfdist.compat import patching
 from tfdist.compat.keras import layers
 from tfdist.compat.tensorflow import replicas
 
-NEEDS = ("keras.src.backend.tensorflow.trainer:TFEpochIterator",)
+NEEDS = (
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator",
+    "keras.src.utils.traceback_utils:filter_traceback",
+)
 
 # The class that has `fit`: all models inherit it, and so may layers. Keras exports no name for it.
 TRAINER: Any = next(base for base in keras.Model.__mro__ if "fit" in vars(base))
@@ -253,7 +257,8 @@ def _opening(original: Any) -> Any:
         finally:
             _end(call)
 
-    return method
+    # Keras' own function shortens what is raised within it; outside of it, this one is.
+    return traceback_utils.filter_traceback(method)
 
 
 def _begin(call: Call) -> None:

@@ -127,7 +127,8 @@ class Attempt:
         if not self._undecided or self._failed is None:
             return AttemptOutcome(0)
         where = [f"its output is below {self._logs.folder}"] if self._logs else []
-        self._say(*self._failure_lines(self._failed), *where)
+        *before, cause = self._failure_lines(self._failed)
+        self._say(*before, *where, cause)
         given_up = frozenset(self._given_up)
         return AttemptOutcome(self._code(self._failed), self._failed, given_up, self._goes_on, self._orphan_secs())
 

@@ -468,7 +468,8 @@ def _through(process: Process, deadline: float) -> bool:
 # The lines of a traceback are held until its message is complete, and then printed together, unless
 #
 # - another task of the job has printed the same one: it is counted;
-# - it says that a sum over all workers was aborted, because another task has failed: it becomes one line;
+# - it says that a sum over all workers was aborted, or will never come, because another task has failed: it becomes one
+#   line;
 # - it is a KeyboardInterrupt after Ctrl-C: it is left out.
 #
 # Log files of tasks have all lines that a task writes.
@@ -480,6 +481,8 @@ _CHAINED = ("During handling of the above exception", "The above exception was t
 _EXCEPTION = re.compile(r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<message>.*))?$")
 # Exceptions that TensorFlow raises in tasks that wait for a sum when another task fails.
 _ABORTED = re.compile(r"Collective ops is aborted by: (?P<reason>.*)|[Cc]ollective.*(?:abort|cancel)")
+# The same, raised by tfdist: the message says who.
+_MISSED = re.compile(r"ConnectionError: .*, as some have ended or failed: .*")
 # Numbers that differ between tasks of the same job: addresses, processes, times, devices, generated names.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 # A message is complete when nothing has followed for so long; held lines are printed after `_MOST_SECS` anyway.
@@ -523,6 +526,8 @@ class Tracebacks:
         if aborted and name.rpartition(".")[2].endswith("Error"):
             reason = aborted.group("reason") or aborted.group()
             return [f"{name.rpartition('.')[2]}: a sum over all workers was aborted: {reason}"]
+        if header and _MISSED.fullmatch(header.group()):
+            return [header.group()]
         with self._lock:
             tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), [])
             is_first = not tasks or task in tasks
