@@ -66,7 +66,7 @@ LOCAL = (
     *(Run("parameter_server", "BackupWorkers(spares=1)", workers, 30) for workers in (4, 8)),
     *(Run("multi_worker", "ParameterAveraging(every_steps=4)", workers, 32) for workers in (2, 4, 8)),
 )
-PAIRS = tuple(Run("multi_worker", "", workers, 60) for workers in (1, 2, 1, 2))
+PAIRS = tuple(Run("multi_worker", "", workers, 40) for workers in (1, 2, 1, 2))
 SLOW = (
     *(Run("parameter_server", "", workers, 30 * workers) for workers in (1, 2, 4)),
     *(Run("multi_worker", "", workers, 16) for workers in (2, 4)),
