@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -79,3 +84,22 @@ def test_values_go_in_and_come_out() -> None:
     )
     assert [float(value) for value in function(tf.constant(3.0))] == [4.0, 6.0]
     assert tf.function(lambda: python_operation.call(list, [], []))() == []
+
+
+@pytest.mark.parametrize("call", [python_operation.call, python_operation.call_on_arrays])
+def test_a_function_lives_as_long_as_a_graph_that_calls_it(call: Any) -> None:
+    class Model:
+        """Stands for what a step refers to."""
+
+    def used() -> weakref.ref[Model]:
+        model = Model()
+        inner = tf.function(lambda: call(lambda *given: [np.float32(model is not None)], [], [tf.float32])[0])
+        assert float(tf.function(lambda: inner() + 1)()) == 2
+        gc.collect()
+        # The graph within which it was traced is gone.
+        assert float(tf.function(lambda: inner() + 2)()) == 3
+        return weakref.ref(model)
+
+    left = used()
+    gc.collect()
+    assert left() is None

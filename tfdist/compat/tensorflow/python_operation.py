@@ -41,7 +41,7 @@ def call(function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor],
     Returns:
       Its results, tensors of unknown shape.
     """
-    results = tf.py_function(_translating(function), inputs, dtypes, name="step_of_the_strategy")
+    results = tf.py_function(_translating(_kept_by_graphs(function)), inputs, dtypes, name="step_of_the_strategy")
     return results if isinstance(results, list) else []
 
 
@@ -49,9 +49,6 @@ def call_on_arrays(
     function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
 ) -> list[tf.Tensor]:
     """Leaves an operation in the graph that calls `function` with the arrays of `inputs`, which it must not change.
-
-    TensorFlow never frees the Python functions of operations. This one ends with the graph of the outermost function
-    that is traced.
 
     Args:
       function: called with NumPy arrays.
@@ -61,11 +58,23 @@ def call_on_arrays(
     Returns:
       Its results, tensors of unknown shape.
     """
+    return list(tf.numpy_function(_kept_by_graphs(function), inputs, dtypes))
+
+
+def _kept_by_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of an operation, which lives as long as a graph that is traced now.
+
+    TensorFlow never frees the Python functions of operations, nor what these refer to, such as a model.
+    """
     # The last one has no graph around it and lives for ever.
-    *graphs, _ = enclosing()
-    patching.setdefault(graphs[-1], "_tfdist_functions", list).append(function)
+    graphs = [*enclosing()][:-1]
+    if not graphs:
+        return function
+    # Not the outermost one alone: a function that is traced within it may be called by others later.
+    for graph in graphs:
+        patching.setdefault(graph, "_tfdist_functions", list).append(function)
     kept: Any = weakref.ref(function)
-    return list(tf.numpy_function(lambda *arrays: kept()(*arrays), inputs, dtypes))
+    return lambda *given: kept()(*given)
 
 
 def brief(error: tf.errors.OpError) -> tf.errors.OpError:
