@@ -133,3 +133,21 @@ def test_the_strategy_explains_an_error_of_an_operation_once(strategy: Any, monk
     with pytest.raises(tf.errors.UnavailableError, match="the server is lost"):
         outer.fit(X, Y, verbose=0, callbacks=[watch])
     assert [error.message for error in asked] == ["many lines"]
+
+
+def test_listeners_that_are_gone_are_left_out_by_calls_within_a_call():
+    class Owner:
+        def __init__(self) -> None:
+            self.heard = 0
+
+        def hear(self) -> None:
+            self.heard += 1
+            if self.heard == 1:
+                # As another thread does in the meantime.
+                listeners.call()
+
+    listeners, owner = calls.Listeners(), Owner()
+    listeners.add(owner.hear)
+    listeners.add(Owner().hear)
+    listeners.call()
+    assert owner.heard == 2

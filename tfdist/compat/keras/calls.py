@@ -58,7 +58,9 @@ class Listeners:
         for reference in [*self._methods]:
             method = reference()
             if method is None:
-                self._methods.remove(reference)
+                # Another thread may have removed it.
+                with contextlib.suppress(ValueError):
+                    self._methods.remove(reference)
             else:
                 method(*args)
 
