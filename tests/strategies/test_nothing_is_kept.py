@@ -60,3 +60,18 @@ def test_all_of_it_is_collected(cpus, policies, options):
         "model": [],
         "graphs": [],
     }
+
+
+@pytest.mark.parametrize("policy", [None, tfdist.BackupWorkers(0), tfdist.ParameterAveraging(every_steps=2)], ids=repr)
+def test_a_model_is_collected_before_its_strategy(cpus, policy):
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[policy] if policy else [])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((11,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    kept = weakref.ref(model)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert kept() is None
+    strategy.close()

@@ -182,6 +182,8 @@ class AveragingEngine(Engine):
         if average is not None:
             with self._strategy.scope():
                 average.finish()
+        # All replicas are alike: nothing of the model is needed any more.
+        self._model = None
 
     def shown(self) -> dict[str, float]:
         """The logs of the last average that no metric keeps."""

@@ -297,6 +297,10 @@ class RoundEngine(Engine):
         self._residence = None
         self._runner.wake()
 
+    def end_fit(self) -> None:
+        """Leaves the model of a `fit` that has ended, so that it can be collected."""
+        self.leave()
+
     def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
         """Contributes until another function is scheduled; runs in the thread of the closure's worker."""
         worker = coordinator.thread.worker

@@ -128,6 +128,11 @@ class StreamEngine(rounds.RoundEngine):
         if self._feed.from_chief:
             step.prepare_for_batches()
 
+    def end_fit(self) -> None:
+        """See `RoundEngine.end_fit`."""
+        super().end_fit()
+        self._step = self._iterator = None
+
     def _feed_of(self, iterator: WorkerIterator) -> Feed:
         feed, dataset = iterator.decide(by_chief=False), iterator.dataset
         if isinstance(feed, worker_pass.ChiefFeed):

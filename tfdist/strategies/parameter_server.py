@@ -312,6 +312,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             return
         if call.model.distribute_strategy is self:
             call.ends.append(self._engine.end_call)
+            if call.kind == "fit" and isinstance(self._training, RoundEngine):
+                call.after.append(self._training.end_fit)
         scope.begin(self, call, f"the chief would train the model alone, without {workers}")
 
     def _begin_call(self) -> None:
