@@ -396,10 +396,10 @@ def _step(
         rows = splitting.rows(part.batch)
         if of_replica.are_sums and may_be_empty and rows is not None:
             factor *= tf.cast(rows > 0, tf.float32)
-        changed = of_replica.trackers(part.batch, part.total)
+        changed = of_replica.patches(part.batch, part.total, has_own_loss)
         for optimizer in optimizers_of(model):
             changed += own_copy_patches(optimizer, factor, lambda gradients: hand_in(gradients, index))
-        with patched_attributes(changed), _keeping(of_replica, part if may_be_empty else None, index):
+        with patched_attributes(changed), _keeping(model, part if may_be_empty else None, index):
             return step.function(batch)
 
 
@@ -477,12 +477,12 @@ def _variables(model: keras.Model) -> list[Any]:
     return [*one_replica.variables_of(model), *trained]
 
 
-def _keeping(losses: ReplicaLosses, part: ReplicaPart | None, index: int) -> contextlib.AbstractContextManager:
+def _keeping(model: keras.Model, part: ReplicaPart | None, index: int) -> contextlib.AbstractContextManager:
     """Restores metrics and statistics after a step without examples; None is a part that has some."""
     if part is None:
         return contextlib.nullcontext()
-    counted = counted_by(losses.model, losses.trackers_of_sums(part.total is not None))
-    variables = [*models.statistics_of(losses.model), *counted]
+    counted = counted_by(model, losses.trackers_of_sums(model, part.total is not None))
+    variables = [*models.statistics_of(model), *counted]
     return restored_unless(splitting.rows(part.batch), [one_replica.copies_of(each)[index] for each in variables])
 
 

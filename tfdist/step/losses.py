@@ -169,7 +169,7 @@ def _is_of_users_code(loss: Any) -> bool:
 
 
 # Metrics by which a step of its own keeps numbers of a batch, such as its loss.
-OF_SCALARS = (keras.metrics.Mean, keras.metrics.Sum)
+_OF_SCALARS = (keras.metrics.Mean, keras.metrics.Sum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class LossWeights:
             return None
         if self._are_all_sums():
             return functools.partial(_of_examples, self.shares)
-        weigh = _if_even if sum_losses(self.model) else _weighed
+        weigh = _if_even if has_both_kinds(self.model) else _weighed
         return functools.partial(weigh, self.shares)
 
     @property
@@ -207,65 +207,91 @@ class LossWeights:
 
     def of_losses(self) -> list[tuple[Any, str, Any]]:
         """Returns patches for `optimizers.patched_attributes` that weight losses and their metrics as on one device."""
-        weighing: dict[int, tuple[Any, Callable[..., Any]]] = {}
-        if self.has_own_loss:
-            of_scalars = [metric for metric in self.model.metrics if type(metric) in OF_SCALARS]
-            weighing |= {id(metric): (metric, weighing_scalars(metric, self._share)) for metric in of_scalars}
-        if self.shares is None or not models.compiled_losses(self.model):
-            return [(metric, "update_state", update) for metric, update in weighing.values()]
-        tracker = models.tracker_of(self.model)
-        weighing.setdefault(id(tracker), (tracker, _without_nan(tracker)))
-        rows = self.shares.rows
-        weighing |= {id(metric): (metric, _weighing(metric, rows, *how)) for metric, *how in self._of_keras_losses()}
-        changes = [(metric, "update_state", update) for metric, update in weighing.values()]
-        if self._are_all_sums():
-            # Keras divides penalties by the number of replicas, and they are means over the replica's examples.
-            changes.append(models.multiplied_losses(self.model, lambda: self._share() * self.num_replicas))
-        return changes
-
-    def trackers_of_sums(self) -> list[Any]:
-        """Returns the metrics of losses that are sums: a replica without examples adds a sum of 0 to their means."""
-        losses, single = models.compiled_losses(self.model), models.trackers_of_single(self.model)
-        trackers = [models.tracker_of(self.model)] if self._are_all_sums() else []
-        return trackers + [metric for metric, loss in zip(single, losses, strict=False) if is_sum(loss)]
-
-    def _of_keras_losses(self) -> list[tuple[Any, Callable[[], Any], Any]]:
-        """Returns the metrics of losses that Keras weights wrongly, with the correct weights and factors.
-
-        Keras weights each replica's loss by its examples, which is wrong for sums; it doesn't weight the losses of
-        single outputs.
-        """
-        shares, sums = self.shares, sum_losses(self.model)
-        is_sum = [loss in sums for loss in models.compiled_losses(self.model)]
+        shares, divisor = self.shares, 1 if self.has_own_loss else self.num_replicas
+        if shares is None:
+            return _patches(self.model, self.num_replicas, divisor, self.has_own_loss, self._share)
         # Keras multiplies a sum by the number of replicas, so the mean over those that count is the sum over all.
-        holders = shares.num_replicas if shares.holders is None else tf.cast(shares.holders, tf.float64)
-        factor = None if shares.holders is None else holders / shares.num_replicas
+        holders = None if shares.holders is None else tf.cast(shares.holders, tf.float64)
         # A replica whose copy of the batch does not count has no part in the mean; one without examples has.
         counts = lambda: tf.cast(shares.holds[replicas.current()], tf.float64) if shares.holds else 1.0  # noqa: E731
-        total = tf.cast(shares.total, tf.float64)
-        tracker = (models.tracker_of(self.model), lambda: total * counts() / holders, factor)
-        trackers: list[Any] = [tracker] if self._are_all_sums() else []
-        # One for each loss, or none for a single one.
-        for metric, summed in zip(models.trackers_of_single(self.model), is_sum, strict=False):
-            trackers.append((metric, lambda: counts() / holders, factor) if summed else (metric, self._share, None))
-        return trackers
+        rows = lambda: shares.rows[replicas.current()]  # noqa: E731
+        given = self._share, rows, tf.cast(shares.total, tf.float64), holders, counts
+        return _patches(self.model, self.num_replicas, divisor, self.has_own_loss, *given)
 
     def _are_all_sums(self) -> bool:
-        count = len(models.compiled_losses(self.model))
-        return count > 0 and count == len(sum_losses(self.model))
+        return all(_are_sums(self.model) or [False])
 
     def _share(self) -> Any:
         return self.shares.of_this_replica() if self.shares else 1 / self.num_replicas
 
 
+def _are_sums(model: keras.Model) -> list[bool]:
+    return [is_sum(loss) for loss in models.compiled_losses(model)]
+
+
 def has_both_kinds(model: keras.Model) -> bool:
     """Returns True if some losses of the model are sums over the examples, and others are means."""
-    return 0 < len(sum_losses(model)) < len(models.compiled_losses(model))
+    return len(set(_are_sums(model))) > 1
 
 
-def sum_losses(model: keras.Model) -> list[Any]:
-    """Returns the losses of the model that are sums over the examples."""
-    return [loss for loss in models.compiled_losses(model) if is_sum(loss)]
+def trackers_of_sums(model: keras.Model, is_total_known: bool = True) -> list[Any]:
+    """Returns the metrics of losses that are sums: a replica without examples adds a sum of 0 to their means.
+
+    Args:
+      model: the model.
+      is_total_known: False if the whole loss is weighted by the replica's examples, as the number of all is not known.
+    """
+    are_sums, single = _are_sums(model), models.trackers_of_single(model)
+    whole = [models.tracker_of(model)] if is_total_known and are_sums and all(are_sums) else []
+    return whole + [metric for metric, is_one in zip(single, are_sums, strict=False) if is_one]
+
+
+def _patches(
+    model: keras.Model,
+    num_replicas: int,
+    divisor: int,
+    has_own_loss: bool,
+    share: Callable[[], Any],
+    rows: Callable[[], tf.Tensor] | None = None,
+    total: Any = None,
+    holders: Any = None,
+    counts: Callable[[], Any] = lambda: 1.0,
+) -> list[tuple[Any, str, Any]]:
+    """Returns patches by which the losses of a replica, and metrics of them, count as on one device.
+
+    Keras weights each replica's loss by its examples, which is wrong for sums. It doesn't weight the losses of single
+    outputs, nor numbers that a step computes itself, and divides penalties by the number of replicas.
+
+    Args:
+      model: the model.
+      num_replicas: largest number of replicas.
+      divisor: Keras' divisor of each replica's loss.
+      has_own_loss: True if the step computes losses of its own.
+      share: returns the replica's share of the batch; where it is not known, all parts count alike.
+      rows: returns the replica's number of examples; None if there are as many on each replica, or it is not known.
+      total: number of examples in all parts together, if known.
+      holders: number of replicas that count; all by default.
+      counts: returns 1 for a replica that counts, else 0.
+    """
+    of_scalars = [metric for metric in model.metrics if has_own_loss and type(metric) in _OF_SCALARS]
+    weighing = {id(metric): (metric, _weighing_scalars(metric, share)) for metric in of_scalars}
+    are_sums, changes = _are_sums(model), []
+    if rows is not None and are_sums:
+        holders = num_replicas if holders is None else holders
+        # The mean over replicas of the scaled sums is the total. Keras has multiplied by `divisor` already.
+        of_sum = (lambda: counts() / holders) if total is not None else None, holders / divisor
+        tracker, is_all = models.tracker_of(model), all(are_sums)
+        whole = (lambda: total * counts() / holders) if is_all and total is not None else None
+        # One for each loss, or none for a single one.
+        pairs = zip(models.trackers_of_single(model), are_sums, strict=False)
+        single = [(metric, *(of_sum if is_one else (share, 1.0))) for metric, is_one in pairs]
+        if id(tracker) not in weighing:
+            single.append((tracker, whole, of_sum[1] if is_all else 1.0))
+        weighing |= {id(metric): (metric, _weighing(metric, rows, *how)) for metric, *how in single}
+    if num_replicas > 1 and (rows is not None or num_replicas != divisor):
+        # Penalties are means over the replica's examples.
+        changes = [models.multiplied_losses(model, lambda: share() * divisor)] if all(are_sums or [False]) else []
+    return [*((metric, "update_state", update) for metric, update in weighing.values()), *changes]
 
 
 def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
@@ -286,7 +312,9 @@ def _chosen(condition: tf.Tensor, gradients: Sequence[Any], otherwise: Any) -> l
     # The rows of sparse gradients stay outside of the conditional, for `optimizers`.
     present = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
     chosen = tf.cond(
-        condition, lambda: _same(present), lambda: [contribution.times(each, otherwise) for each in present]
+        condition,
+        lambda: [*map(tf.identity, present)],
+        lambda: [contribution.times(each, otherwise) for each in present],
     )
     rest = iter([chosen] if len(present) == 1 and not isinstance(chosen, list | tuple) else chosen)
     return [None if gradient is None else _with_values(gradient, next(rest)) for gradient in gradients]
@@ -304,19 +332,20 @@ def _if_even(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
     return list(gradients)
 
 
-def _weighing(metric: Any, rows: Sequence[tf.Tensor], weight: Callable[[], Any], factor: Any = None) -> Any:
+def _weighing(metric: Any, rows: Callable[[], Any], weight: Callable[[], Any] | None, factor: Any) -> Any:
+    """Weights a loss by `weight`, or as Keras does; losses of no examples, which may be NaN, count nothing."""
     update_state = metric.update_state
 
     def update(values: Any, sample_weight: Any = None) -> Any:
-        del sample_weight
-        values = tf.where(rows[replicas.current()] > 0, values, tf.zeros_like(values))
-        values = values if factor is None else values * tf.cast(factor, values.dtype)
-        return _update_weighed(update_state, values, weight())
+        values = tf.where(rows() > 0, values, tf.zeros_like(values))
+        values = values if isinstance(factor, float) and factor == 1.0 else values * tf.cast(factor, values.dtype)
+        sample_weight = weight() if weight else sample_weight
+        return update_state(values) if sample_weight is None else _update_weighed(update_state, values, sample_weight)
 
     return update
 
 
-def weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
+def _weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
     """Weights a scalar that a step computes from its examples, such as its loss, by the replica's share of them."""
     update_state = metric.update_state
 
@@ -330,25 +359,11 @@ def weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., An
     return update
 
 
-def _without_nan(metric: Any) -> Callable[..., Any]:
-    """Ignores the NaN of a replica without examples, in the loss that Keras weights by examples."""
-    update_state = metric.update_state
-
-    def update(values: Any, sample_weight: Any = None) -> Any:
-        return update_state(values) if sample_weight is None else _update_weighed(update_state, values, sample_weight)
-
-    return update
-
-
 def _update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) -> Any:
     weight = tf.cast(weight, tf.float32)
     # Without examples a mean is NaN, and NaN times a weight of 0 is NaN.
     values = tf.where(weight > 0, values, tf.zeros_like(values))
     return update_state(values, sample_weight=weight)
-
-
-def _same(tensors: Sequence[Any]) -> list[Any]:
-    return [tf.identity(tensor) for tensor in tensors]
 
 
 def _with_values(gradient: Any, values: tf.Tensor) -> Any:
@@ -390,86 +405,21 @@ class ReplicaLosses:
             )
         object.__setattr__(self, "are_sums", True in kinds)
 
-    def trackers(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """Returns patches by which metrics of losses count as on one device.
-
-        Keras weights each replica's loss by its examples, which is wrong for sums; it doesn't weight the losses of
-        single outputs.
+    def patches(self, batch: Any, batch_rows: tf.Tensor | None, has_own_loss: bool) -> list[tuple[Any, str, Any]]:
+        """Returns patches by which losses, and metrics of them, count as on one device.
 
         Args:
           batch: the replica's part.
           batch_rows: number of examples in all parts together, if known.
+          has_own_loss: True if the step computes losses of its own.
         """
-        rows = splitting.rows(batch)
-        if rows is None or not models.compiled_losses(self.model):
-            return []
-        total = None
-        # Without the size of the batch each part counts alike, unless it is empty.
-        single: Any = None if self.are_sums else tf.cast(rows > 0, tf.float32)
-        if batch_rows is not None:
-            total = batch_rows / self.num_replicas if self.are_sums else None
-            single = 1 / self.num_replicas if self.are_sums else rows / tf.maximum(batch_rows, 1)
-        # The mean over replicas of the scaled sums is the total. Keras has multiplied by `divisor` already.
-        scale = self.num_replicas / self.divisor if self.are_sums else 1.0
-        weights = [(models.tracker_of(self.model), total)]
-        # One for each loss, or none for a single one.
-        weights += [(metric, single) for metric in models.trackers_of_single(self.model)]
-        return [(metric, "update_state", _weighing_replica(metric, scale, weight, rows)) for metric, weight in weights]
-
-    def scalars(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """Returns patches by which metrics count a number of the batch once, and not once on each replica.
-
-        For a step that computes losses of its own. Where the batch's size is not known, all parts count alike.
-
-        Args:
-          batch: the replica's part.
-          batch_rows: number of examples in all parts together, if known.
-        """
-        rows = splitting.rows(batch)
-        if self.num_replicas == 1:
-            return []
-        share: Any = 1 / self.num_replicas
-        if rows is not None:
-            share = tf.where(rows > 0, tf.cast(share, tf.float64), 0.0)
-            share = share if batch_rows is None else rows / tf.maximum(batch_rows, 1)
-        of_scalars = [metric for metric in self.model.metrics if type(metric) in OF_SCALARS]
-        return [(each, "update_state", weighing_scalars(each, lambda: share)) for each in of_scalars]
-
-    def trackers_of_sums(self, is_total_known: bool) -> list[Any]:
-        """Returns the metrics of losses that are sums: a replica without examples adds a sum of 0 to their means.
-
-        Args:
-          is_total_known: whether `trackers` was given the number of all examples.
-        """
-        if not self.are_sums:
-            return []
-        # Without the number, the whole loss is weighted by the replica's examples.
-        whole = [models.tracker_of(self.model)] if is_total_known else []
-        return whole + models.trackers_of_single(self.model)
-
-    def penalties(self, batch: Any, batch_rows: tf.Tensor | None) -> list[tuple[Any, str, Any]]:
-        """Returns patches that weight penalties by the replica's examples if losses are sums, as on one device.
-
-        Args:
-          batch: the replica's part.
-          batch_rows: number of examples in all parts together, if known.
-        """
-        if not self.are_sums or self.num_replicas == 1:
-            return []
-        rows = splitting.rows(batch)
-        is_known = rows is not None and batch_rows is not None
-        share = rows / tf.maximum(batch_rows, 1) if is_known else 1 / self.num_replicas
-        # Keras has divided them by `divisor`.
-        return [models.multiplied_losses(self.model, lambda: share * self.divisor)]
-
-
-def _weighing_replica(metric: Any, scale: float, weight: Any, rows: tf.Tensor) -> Callable[..., Any]:
-    update_state = metric.update_state
-
-    def update(values: Any, sample_weight: Any = None) -> Any:
-        # Losses that layers add are usually means, which are NaN if there are no examples.
-        values = tf.where(rows > 0, values, tf.zeros_like(values))
-        values = values if scale == 1.0 else values * tf.cast(scale, values.dtype)
-        return update_state(values, sample_weight=sample_weight if weight is None else tf.cast(weight, tf.float32))
-
-    return update
+        count, rows = self.num_replicas, splitting.rows(batch)
+        if rows is None:
+            share = lambda: 1 / count  # noqa: E731
+        elif batch_rows is None:
+            share = lambda: tf.where(rows > 0, tf.constant(1 / count, tf.float64), 0.0)  # noqa: E731
+        else:
+            share = lambda: rows / tf.maximum(batch_rows, 1)  # noqa: E731
+        known = share, None if rows is None else lambda: rows
+        total = None if batch_rows is None else tf.cast(batch_rows, tf.float64)
+        return _patches(self.model, count, self.divisor, has_own_loss and count > 1, *known, total)

@@ -183,7 +183,9 @@ def _filled(
     function = step.function
     if may_be_empty:
         function, data = without_terms(function, shares.rows), _distributed(data, filled_on_devices(parts))
-    counted = [one_replica.copies_of(variable) for variable in counted_by(step.model, weights.trackers_of_sums())]
+    counted = [
+        one_replica.copies_of(variable) for variable in counted_by(step.model, losses.trackers_of_sums(step.model))
+    ]
     with contextlib.ExitStack() as stack:
         for replica, rows in enumerate(shares.rows):
             stack.enter_context(restored_unless(rows, [each[replica] for each in counted]))
@@ -317,7 +319,7 @@ class _Results:
         gradients = postponed.gradients if postponed else []
         # The last layers' gradients are there first. Sparse ones are sums already.
         dense = [index for index, each in enumerate(gradients) if isinstance(each, tf.Tensor)][::-1]
-        sums_of_gradients, sums = self._sum_up_timed(postponed, dense, parts)
+        sums_of_gradients, sums = self._sum_up(postponed, dense, parts)
         counts, rest = sums[: len(counters)], sums[len(counters) :]
         for variable, mean in zip(statistics, rest[len(others) :], strict=True):
             one_replica.assign_all(variable, mean)
@@ -344,22 +346,19 @@ class _Results:
         return self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf)
 
     def _sum_up(self, postponed: Any, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Sums the gradients of these indices, and other tensors."""
+        """Sums the gradients of these indices, and other tensors; takes the times before and after."""
         gradients = [postponed.gradients[index] for index in dense]
+        given = [*parts, *(self.times.vector([*gradients, *parts]) if self.times else [])]
         if gradients and self.sum_gradients:
             variables = [postponed.variables[index] for index in dense]
-            return self.sum_gradients(postponed.optimizer, gradients, variables), self.sum_over_workers(parts)
-        sums = self.sum_over_workers([*gradients, *parts])
-        return sums[: len(gradients)], sums[len(gradients) :]
-
-    def _sum_up_timed(self, postponed: Any, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Does the same, and takes the times before and after."""
-        if self.times is None:
-            return self._sum_up(postponed, dense, parts)
-        vector = self.times.vector([*(postponed.gradients[index] for index in dense), *parts])
-        of_gradients, sums = self._sum_up(postponed, dense, [*parts, *vector])
-        self.times.end(sums[len(parts) :], [*of_gradients, *sums])
-        return of_gradients, sums[: len(parts)]
+            found = self.sum_gradients(postponed.optimizer, gradients, variables)
+            sums = self.sum_over_workers(given)
+        else:
+            sums = self.sum_over_workers([*gradients, *given])
+            found, sums = sums[: len(gradients)], sums[len(gradients) :]
+        if self.times:
+            self.times.end(sums[len(parts) :], [*found, *sums])
+        return found, sums[: len(parts)]
 
     def _mean_part(self, value: Any) -> tf.Tensor:
         """Returns this worker's share of the mean over all replicas, weighted by examples."""

@@ -153,9 +153,7 @@ class SplitTrainStep:
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
-        changed += self._losses.trackers(batch, batch_rows) + self._losses.penalties(batch, batch_rows)
-        if losses.has_own_loss(self._step):
-            changed += self._losses.scalars(batch, batch_rows)
+        changed += self._losses.patches(batch, batch_rows, losses.has_own_loss(self._step))
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
         if self._total_num_replicas > 1:
@@ -173,7 +171,7 @@ class SplitTrainStep:
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
         is_counted = rows > 0 if is_filled and rows is not None else None
-        of_sums = self._losses.trackers_of_sums(batch_rows is not None)
+        of_sums = losses.trackers_of_sums(self.model, batch_rows is not None)
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight, is_counted, of_sums)
         factor = weight
         if self._losses.are_sums:
