@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs in server processes: requests, states, damaged messages, and codecs that are refused."""
+"""Codecs in server processes: requests, damaged messages, memory, and codecs that are refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -35,14 +37,16 @@ def test_codec_that_servers_lack_is_refused(codec: object, words: str) -> None:
 @pytest.mark.parametrize("codec", [TopK(0.3), TopK(0.3, momentum=0), SignSGD(), Threshold(0.5), Threshold()])
 def test_worker_and_server_give_what_the_codec_gives(codec: on_servers.gathered.GatheredCodec) -> None:
     worker, server = on_servers.CodecServer("worker:3"), on_servers.CodecServer("ps:0")
-    encode, decode = on_servers.encode_request(codec, SPECS, "key"), on_servers.decode_request(codec, SPECS)
+    encode, decode = on_servers.request("encode", SPECS, codec), on_servers.request("decode", SPECS, codec)
     tensors = [tf.reshape(each, spec.shape) for each, spec in zip(GRADIENTS, SPECS, strict=True)]
     state = codec.init(SPECS)
     for _ in range(3):
-        message, sender = worker(encode, *GRADIENTS)
+        message, sender, *new = worker(encode, *GRADIENTS, *map(np.asarray, state.values()))
         assert sender.tobytes() == b"worker:3"
         expected, state = codec.encode(tensors, state)
         np.testing.assert_array_equal(message, expected)
+        for found, value in zip(new, state.values(), strict=True):
+            np.testing.assert_array_equal(found, np.reshape(value, -1))
         sums = codec.decode(expected[tf.newaxis], SPECS, ["worker:3"])
         for found, total in zip(server(decode, message, sender), sums, strict=True):
             np.testing.assert_array_equal(found, np.reshape(total, -1))
@@ -51,17 +55,19 @@ def test_worker_and_server_give_what_the_codec_gives(codec: on_servers.gathered.
 @pytest.mark.parametrize(("cut", "words"), [(slice(20), "truncated"), (slice(-1), "truncated")])
 def test_truncated_message_names_its_sender(cut: slice, words: str) -> None:
     worker, server = on_servers.CodecServer("worker:3"), on_servers.CodecServer("ps:0")
-    message, sender = worker(on_servers.encode_request(SignSGD(), SPECS, "key"), *GRADIENTS)
+    message, sender, *_ = worker(
+        on_servers.request("encode", SPECS, SignSGD()), *GRADIENTS, *map(np.zeros_like, GRADIENTS)
+    )
     with pytest.raises(ValueError, match=f"the message of worker:3 can't be decoded: it is {words}"):
-        server(on_servers.decode_request(SignSGD(), SPECS), message[cut], sender)
+        server(on_servers.request("decode", SPECS, SignSGD()), message[cut], sender)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_damaged_halves_name_their_sender(dtype: str) -> None:
     worker, server = on_servers.CodecServer("worker:3"), on_servers.CodecServer("ps:0")
     halves = np.asarray(tf.bitcast(tf.cast(tf.range(17), dtype), tf.uint8)).reshape(-1)
-    message, sender = worker(on_servers.frame_request(SPECS), halves)
-    content = on_servers.content_request(SPECS)
+    message, sender = worker(on_servers.request("frame", SPECS), halves)
+    content = on_servers.request("content", SPECS)
     np.testing.assert_array_equal(server(content, message, sender)[0], halves)
     damaged = message.copy()
     damaged[-1] ^= 1
@@ -69,19 +75,15 @@ def test_damaged_halves_name_their_sender(dtype: str) -> None:
         with pytest.raises(ValueError, match=f"the message of worker:3 can't be decoded: it .*{words}"):
             server(content, wrong, sender)
     with pytest.raises(ValueError, match="it is of other tensors"):
-        server(on_servers.content_request(SPECS[:1]), message, sender)
+        server(on_servers.request("content", SPECS[:1]), message, sender)
 
 
-def test_states_of_ended_optimizers_are_dropped() -> None:
-    server = on_servers.CodecServer("worker:0")
-    server(on_servers.encode_request(SignSGD(), SPECS, "run/0/a"), *GRADIENTS)
-    server(on_servers.encode_request(SignSGD(), SPECS, "run/1/a", ["run/0/"]), *GRADIENTS)
-    assert list(server._states) == ["run/1/a"]
-    assert len(server._prepared) == 1
-
-
-def test_state_of_other_tensors_is_not_used() -> None:
-    server = on_servers.CodecServer("worker:0")
-    server(on_servers.encode_request(SignSGD(), SPECS, "key"), *GRADIENTS)
-    other = on_servers.encode_request(SignSGD(), SPECS[1:], "key")
-    np.testing.assert_array_equal(server(other, GRADIENTS[1])[0], on_servers.CodecServer("w")(other, GRADIENTS[1])[0])
+def test_memory_of_steps_that_ended_is_freed_when_another_is_traced() -> None:
+    server, given = on_servers.CodecServer("worker:0"), (np.ones(1 << 20, np.float32),) * 2
+    request = on_servers.request("encode", [tf.TensorSpec([1 << 20])], SignSGD())
+    server(request, *given)
+    pool = weakref.ref(server._prepared[request].pool)
+    server(on_servers.request("encode", SPECS, SignSGD()), *GRADIENTS, *map(np.zeros_like, GRADIENTS))
+    gc.collect()
+    assert pool() is None
+    assert server(request, *given)[2].size == 1 << 20

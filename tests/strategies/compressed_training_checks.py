@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from compressed_cluster import X, compiled, fit
+from waiting import wait_until
 
 import tfdist
 from tfdist.compat.tensorflow import servers
@@ -168,15 +170,16 @@ def test_variables_are_rounded_for_workers(make: Callable[[], Any], with_policie
 def test_damaged_message_raises_and_names_sender(
     codec: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = encoding.EncodedBundles._decode
+    call_function = servers.call_function
 
-    def damaged(bundles: Any, group: Any, message: list[tf.Tensor]) -> list[tf.Tensor]:
-        frame, sender = message
+    def damaging(inputs: list[tf.Tensor], dtypes: list[tf.DType]) -> list[tf.Tensor]:
+        if [*dtypes[:2]] != [tf.uint8] * 2:
+            return call_function(inputs, dtypes)
+        frame, sender, *state = call_function(inputs, dtypes)
         flip = tf.cast(tf.reduce_all(sender == list(b"worker:1")), tf.uint8)
-        last = tf.bitwise.bitwise_xor(frame[-1:], flip)
-        return decode(bundles, group, [tf.concat([frame[:-1], last], 0), sender])
+        return [tf.concat([frame[:-1], tf.bitwise.bitwise_xor(frame[-1:], flip)], 0), sender, *state]
 
-    monkeypatch.setattr(encoding.EncodedBundles, "_decode", damaged)
+    monkeypatch.setattr(encoding.servers, "call_function", damaging)
     model = compiled(with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(codec)))
     with pytest.raises(Exception, match=r"the message of worker:1 can't be decoded: it was damaged on the way"):
         fit(model)
@@ -211,9 +214,39 @@ def test_gradient_not_finite_keeps_states(with_policies: Callable[..., Any]) -> 
         np.testing.assert_array_equal(found, expected)
 
 
+def test_state_of_a_model_that_is_gone_is_freed_on_workers(with_policies: Callable[..., Any]) -> None:
+    feedback = with_policies(tfdist.Compression(SignSGD())).distribution.saved_state._of_workers["Compression"]
+    memory = feedback.memory
+
+    def trained() -> list[str]:
+        model = compiled(memory._strategy)
+        fit(model)
+        states = feedback.states_of(model)
+        assert states
+        return [name for state in states for name in memory._names(state)]
+
+    def are_there(names: list[str]) -> list[bool]:
+        made = [memory._handle(name, tf.TensorSpec(None)) for name in names]
+        return [bool(tf.raw_ops.VarIsInitializedOp(resource=handle)) for handle in made]
+
+    def is_anywhere(names: list[str]) -> bool:
+        return any(any(memory._on_worker(worker, lambda: are_there(names))) for worker in range(2))
+
+    def is_freed(names: list[str]) -> bool:
+        # An engine may hold the step that it made last.
+        trained()
+        gc.collect()
+        return not is_anywhere(names)
+
+    old = trained()
+    assert is_anywhere(old)
+    wait_until(lambda: is_freed(old), 100)
+    assert is_anywhere(trained())
+
+
 def test_process_without_codecs_raises_an_error(cluster: Any) -> None:
     with tf.device("/job:chief/replica:0/task:0/device:CPU:0"), pytest.raises(tf.errors.InvalidArgumentError):
-        servers.call_function([tf.constant(on_servers.probe_request())], [tf.uint8])
+        servers.call_function([tf.constant(on_servers.request("probe"))], [tf.uint8])
 
 
 def test_killed_worker_is_replaced_with_an_empty_state(with_policies: Callable[..., Any]) -> None:
@@ -225,7 +258,8 @@ def test_killed_worker_is_replaced_with_an_empty_state(with_policies: Callable[.
     assert losses[-1] < losses[0]
     before = strategy.report().message_bytes["worker:1"]
     description, arrays = strategy.distribution.saved_state.collect_state(model)
-    assert len(arrays) == 2
+    assert len(arrays) == 2 * len(model.get_weights())
+    assert any(np.any(each) for each in arrays[: len(arrays) // 2])
     strategy.distribution.saved_state.distribute_state(model, description, arrays)
     while strategy.report().message_bytes["worker:1"] == before:
         fit(model)

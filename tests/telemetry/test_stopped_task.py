@@ -10,12 +10,14 @@ import pytest
 
 SCRIPT = """
 import threading, time
-from tfdist.engines.server_calls import CodecStates
-from tfdist.engines.transfer.encoding import Encoding
-strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1)
+strategy = tfdist.ParameterServerStrategy(
+    num_workers=2, num_ps=1, transforms=[tfdist.transforms.momentum_correction()], stall_timeout_secs=60.0
+)
 made = model(strategy)
-encoding, coordinator = Encoding(tfdist.compression.SignSGD(), 2), strategy.distribution.coordinator
-CodecStates(encoding, coordinator, 2, timeout_secs=60.0).collect(made)
+made.fit(X, Y, verbose=0)
+transforms = strategy.distribution.transforms
+assert transforms.collect(made)[1]
+transforms.memory._timeout_secs = 5.0
 before = strategy.report()
 pid = strategy.distribution.serving.embedded.pid("worker:1")
 ticks, ended = [], threading.Event()
@@ -29,7 +31,7 @@ try:
     report = strategy.report()
     during = len(ticks) - first
     try:
-        CodecStates(encoding, coordinator, 2, timeout_secs=5.0).collect(made)
+        transforms.collect(made)
     except TimeoutError as error:
         message = str(error)
     during_collect = len(ticks) - first - during

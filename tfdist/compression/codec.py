@@ -74,8 +74,6 @@ class Codec(abc.ABC):
 
     # True if encoded tensors may be summed (all-reduce); else messages are gathered (all-gather).
     commutes_with_sum: ClassVar[bool]
-    # True if the decoded sum is that of the gradients.
-    is_lossless: ClassVar[bool] = False
     # State (the name before the slash) that is gradient which was not sent: other workers may get it, in equal parts.
     unsent: ClassVar[tuple[str, ...]] = ("residual",)
 

@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras.optimizers import optimizers_of
-from tfdist.compat.keras.sharding import BLOCK_BYTES
+from tfdist.compat import patching
 from tfdist.compat.tensorflow import coordinator, graphs, servers
 from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
 from tfdist.compression import on_servers
 from tfdist.coordination.usage import USAGE_REQUEST, Usage
-from tfdist.engines.transfer.encoding import Encoding
-from tfdist.step.gradients import Kept, Memory, say_begins_anew
+from tfdist.step.gradients import Kept, Memory
 from tfdist.transforms import REPLICA
 
 
@@ -78,11 +76,6 @@ def within(timeout_secs: float, task: str, function: Callable[[], Any]) -> Any:
     return future.result()
 
 
-# State of codecs in the workers' processes: for checkpoints, and a check of all server processes at construction.
-#
-# The state of a worker that is lost is lost with its process; a replacement begins with an empty one.
-
-
 # Server processes that are called at the same time.
 _THREADS = 16
 
@@ -98,7 +91,7 @@ def check_codecs(num_workers: int, num_ps: int, timeout_secs: float) -> None:
 
     def check(task: str) -> str | None:
         try:
-            within(timeout_secs, task, lambda: call_server(task, on_servers.probe_request()))
+            within(timeout_secs, task, lambda: call_server(task, on_servers.request("probe")))
         except (tf.errors.OpError, RuntimeError) as error:
             # A worker that is being restarted is not checked.
             return None if coordinator.is_task_failure(error) else task
@@ -112,94 +105,6 @@ def check_codecs(num_workers: int, num_ps: int, timeout_secs: float) -> None:
             "each task construct tfdist.ParameterServerStrategy, and run one version of tfdist. Received: a server "
             f"without codecs at {', '.join(without)}"
         )
-
-
-class CodecStates:
-    """The codec's states in the workers' processes. A `policies.saved_state.WorkerState`.
-
-    Args:
-      encoding: of the strategy.
-      coordinator: the `ClusterCoordinator` of the workers.
-      num_workers: number of workers.
-      timeout_secs: longest wait for a block of the state of a worker that is not lost; then TimeoutError is raised. A
-        large state takes longer, as long as its blocks are sent.
-      block_bytes: bytes of a block.
-    """
-
-    def __init__(
-        self,
-        encoding: Encoding,
-        coordinator: Any,
-        num_workers: int,
-        timeout_secs: float,
-        block_bytes: int = BLOCK_BYTES,
-    ) -> None:
-        self._encoding, self._coordinator, self._num_workers = encoding, coordinator, num_workers
-        self._timeout_secs, self._block_bytes = timeout_secs, block_bytes
-
-    def collect(self, model: Any) -> tuple[Any, list[Any]]:
-        """See `WorkerState.collect`: for each worker and optimizer one array, uint8; empty for a lost worker."""
-        optimizers = optimizers_of(model)
-        requests = [on_servers.collect_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
-
-        def states_of(worker: int) -> list[np.ndarray]:
-            return [self._state_of(f"worker:{worker}", request) for request in requests]
-
-        by_worker = self._on_each(range(self._num_workers), states_of)
-        empty = [np.zeros(0, np.uint8)] * len(requests)
-        arrays = [array for worker in range(self._num_workers) for array in by_worker.get(worker, empty)]
-        return {"codec": repr(self._encoding.codec), "optimizers": len(requests)}, arrays
-
-    def distribute(self, model: Any, described: Any, arrays: Sequence[Any]) -> None:
-        """See `WorkerState.distribute`. The state of workers that are not there any more is dropped."""
-        if described is None:
-            return
-        optimizers = optimizers_of(model)
-        count = len(optimizers)
-        if described != {"codec": repr(self._encoding.codec), "optimizers": count}:
-            say_begins_anew(described["codec"], self._encoding.codec)
-            return
-        requests = [on_servers.restore_request(self._encoding.prefix_of(optimizer)) for optimizer in optimizers]
-
-        def restore(worker: int) -> None:
-            for request, saved in zip(requests, arrays[worker * count : (worker + 1) * count], strict=True):
-                for first in range(0, saved.size, self._block_bytes):
-                    block, position = saved[first : first + self._block_bytes], np.array([first, saved.size])
-                    self._call(f"worker:{worker}", request, block, position)
-
-        saved_workers = len(arrays) // count if count else 0
-        self._on_each(range(min(self._num_workers, saved_workers)), restore)
-
-    def _state_of(self, worker: str, request: bytes) -> np.ndarray:
-        """Returns the state of a worker, fetched block by block; empty if its process was replaced meanwhile."""
-        whole, first = np.zeros(0, np.uint8), 0
-        while not first or first < whole.size:
-            answer = self._call(worker, request, np.array([first, self._block_bytes]))
-            total, block = on_servers.block_of(answer)
-            if not total:
-                return np.zeros(0, np.uint8)
-            if not first:
-                whole = np.empty(total, np.uint8)
-            whole[first : first + block.size] = block
-            first += block.size
-        return whole
-
-    def _call(self, worker: str, request: bytes, *arrays: np.ndarray) -> np.ndarray:
-        return within(self._timeout_secs, worker, lambda: call_server(worker, request, *map(tf.constant, arrays)))
-
-    def _on_each(self, workers: Sequence[int], function: Callable[[int], Any]) -> dict[int, Any]:
-        """Calls `function` for each worker that is not lost; returns the results of those not lost meanwhile."""
-        results = {}
-        lost = coordinator.lost_workers(self._coordinator)
-        for worker in workers:
-            if worker in lost:
-                continue
-            try:
-                results[worker] = function(worker)
-            except Exception as error:
-                if not coordinator.is_task_failure(error):
-                    raise
-        return results
 
 
 # State of gradient transforms: on a replica in the memory of its worker, for updates on the parameter servers.
@@ -216,15 +121,18 @@ class ServerMemory(Memory):
       coordinator: the `ClusterCoordinator` of the workers.
       num_workers: number of workers.
       timeout_secs: longest wait for a worker that is not lost; then TimeoutError is raised.
+      device: of a worker, where a replica's state is; the first one of its type by default.
     """
 
-    def __init__(self, strategy: Any, coordinator: Any, num_workers: int, timeout_secs: float) -> None:
-        self._strategy, self._coordinator = weakref.proxy(strategy), coordinator
+    def __init__(
+        self, strategy: Any, coordinator: Any, num_workers: int, timeout_secs: float, device: str | None = None
+    ) -> None:
+        self._strategy, self._coordinator, self._device = weakref.proxy(strategy), coordinator, device
         self._num_workers, self._timeout_secs = num_workers, timeout_secs
+        # Names of states whose optimizer or model is gone.
+        self._ended: list[str] = []
         # Of this strategy: a server process may outlive it.
         self._prefix = uuid.uuid4().hex
-        # By graph: operations on one handle keep their order.
-        self._handles: weakref.WeakKeyDictionary[Any, dict[str, tf.Tensor]] = weakref.WeakKeyDictionary()
 
     def replica(self) -> tf.Tensor:
         """See `Memory`: a number that each worker draws once."""
@@ -301,7 +209,7 @@ class ServerMemory(Memory):
         """Returns what a function returns, whose operations run on a worker; None if the worker is lost."""
         if worker in coordinator.lost_workers(self._coordinator):
             return None
-        device = tf.DeviceSpec.from_string(self._strategy.extended.worker_devices[0])
+        device = tf.DeviceSpec.from_string(self._device or self._strategy.extended.worker_devices[0])
         kind = f"device:{device.device_type or 'CPU'}:{device.device_index or 0}"
 
         def call() -> Any:
@@ -316,8 +224,24 @@ class ServerMemory(Memory):
             return None
 
     def _names(self, state: Kept) -> list[str]:
-        name = state.held.setdefault("name", uuid.uuid4().hex)
-        return [f"{name}/{index}" for index in range(len(state.specs))]
+        if "names" not in state.held:
+            self._drop_ended()
+            name = uuid.uuid4().hex
+            names = state.held["names"] = [f"{name}/{index}" for index in range(len(state.specs))]
+            weakref.finalize(state, self._ended.extend, names)
+        return state.held["names"]
+
+    def _drop_ended(self) -> None:
+        """Frees the memory of states that have ended, on all workers; waits for no worker."""
+        names = [self._ended.pop() for _ in range(len(self._ended))]
+
+        def drop() -> None:
+            for name in names:
+                handle = self._handle(name, tf.TensorSpec(None))
+                tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+
+        for worker in range(self._num_workers) if names else ():
+            threading.Thread(target=self._on_worker, args=(worker, drop), daemon=True).start()
 
     def _on_servers(self, state: Kept) -> list[Any]:
         def make() -> list[Any]:
@@ -329,14 +253,16 @@ class ServerMemory(Memory):
         return state.held["variables"]
 
     def _handle(self, name: str, spec: tf.TensorSpec) -> tf.Tensor:
+        shared_name = f"tfdist/{self._prefix}/{name}"
+
         def make() -> tf.Tensor:
-            shared_name = f"tfdist/{self._prefix}/{name}"
             return tf.raw_ops.VarHandleOp(dtype=spec.dtype, shape=spec.shape, shared_name=shared_name)
 
         if tf.executing_eagerly():
             return make()
-        of_graph = self._handles.setdefault(tf.compat.v1.get_default_graph(), {})
-        return of_graph[name] if name in of_graph else of_graph.setdefault(name, make())
+        # With the graph, which they hold: operations on one handle keep their order.
+        of_graph = patching.setdefault(tf.compat.v1.get_default_graph(), "_tfdist_handles", dict)
+        return of_graph[shared_name] if shared_name in of_graph else of_graph.setdefault(shared_name, make())
 
     def _read_on_worker(
         self, names: Sequence[str], specs: Sequence[tf.TensorSpec], initial: Callable[[], list[tf.Tensor]]

@@ -38,6 +38,7 @@ from tfdist.compat.keras.optimizers import (
 )
 from tfdist.compat.tensorflow import replicas
 from tfdist.compat.tensorflow.variables import variable_of_process
+from tfdist.step import rehearsal
 from tfdist.transforms import ARRIVAL, REPLICA, UPDATE, GradientTransform, Info
 
 # Transforms of a replica by itself.
@@ -224,6 +225,25 @@ class Transforms:
         with patched_attributes([(each, "apply", replaced(each)) for each in optimizers]):
             yield
 
+    @contextlib.contextmanager
+    def refused(self, function: Callable[..., Any], *args: Any) -> Iterator[None]:
+        """Within this block, a function of the user's own can't apply gradients, which nothing would transform."""
+
+        def refuse(optimizer: Any) -> Callable[..., Any]:
+            def apply(*args: Any, **kwargs: Any) -> Any:
+                raise ValueError(
+                    "transforms: only the gradients of strategy.run(model.train_step, args=(batch,)) and of fit are "
+                    "transformed; make this function the train_step of a model, or leave transforms away. Received: "
+                    f"optimizer {optimizer.name!r}, applied in {getattr(function, '__name__', function)!s}"
+                )
+
+            return apply
+
+        found = rehearsal.used_by(function, *args) if self.list else ()
+        optimizers = [each for each in found if isinstance(each, keras.optimizers.Optimizer)]
+        with patched_attributes([(each, "apply", refuse(each)) for each in optimizers]):
+            yield
+
     def _applied(
         self,
         number: int,
@@ -261,7 +281,7 @@ class Transforms:
 
     def collect(self, model: keras.Model) -> tuple[Any, list[np.ndarray]]:
         """See `WorkerState.collect`: each state of each replica, and each state of the updates once."""
-        states = self._states_of(model)
+        states = self.states_of(model)
         if not states:
             return None, []
         by_replica = self.memory.collect(states)
@@ -279,7 +299,7 @@ class Transforms:
         if described and (not is_of_these or None in states):
             self._say_begins_anew(described)
             states = []
-        begun = [state for state in self._states_of(model) if state not in states]
+        begun = [state for state in self.states_of(model) if state not in states]
         if begun:
             first = lambda: [value.numpy() for state in begun for value in state.initial()]  # noqa: E731
             self.memory.distribute(begun, lambda number: [first()] * number)
@@ -303,7 +323,8 @@ class Transforms:
             f"{', '.join(described.get('transforms', ()))}; it begins anew"
         )
 
-    def _states_of(self, model: keras.Model) -> list[Kept]:
+    def states_of(self, model: keras.Model) -> list[Kept]:
+        """Returns the states for gradients of a model, in an order that is the same in all runs of one program."""
         found = []
         for number, optimizer in enumerate(optimizers_of(model)):
             for state in self._kept.get(optimizer, {}).values():
@@ -430,8 +451,8 @@ class ErrorFeedback(Transforms):
     """Sums gradients over workers by a codec, whose state on each worker is that of a transform.
 
         gradients of this worker, weighed by its examples
-            --> codec.exchange(gradients, state, transport) --> sums over the workers, the same on all
-                                                            --> the new state, of this worker alone
+            --> exchange(gradients, state, transport) --> sums over the workers, the same on all
+                                                      --> the new state, of this worker alone
 
     What is in the state depends on the codec; most keep of each gradient what they have not sent so far. If there are
     more or fewer workers than when a checkpoint was written, all get equal parts of that, so that nothing is lost.
@@ -439,18 +460,27 @@ class ErrorFeedback(Transforms):
     Args:
       codec: a `tfdist.compression.Codec`.
       transport: carries the state of one worker to all; see `ProcessMemory` for what it has.
+      memory: of the state; by default the process of each worker.
+      exchange: in place of `codec.exchange`.
 
     Attributes:
       codec: the same.
     """
 
-    def __init__(self, codec: Any, transport: Any) -> None:
+    def __init__(
+        self,
+        codec: Any,
+        transport: Any = None,
+        memory: Memory | None = None,
+        exchange: Callable[..., Any] | None = None,
+    ) -> None:
         def init(variables: Sequence[Any]) -> Any:
             return codec.init([tf.TensorSpec(each.shape, each.dtype) for each in variables])
 
         # The third argument, elsewhere `Info`, is the transport.
-        both = [GradientTransform(init, codec.exchange, REPLICA, f"{codec!r}, {kind}") for kind in _KINDS]
-        super().__init__(both, _WorkerMemory(transport))
+        exchange = exchange or codec.exchange
+        both = [GradientTransform(init, exchange, REPLICA, f"{codec!r}, {kind}") for kind in _KINDS]
+        super().__init__(both, memory or _WorkerMemory(transport))
         self.codec, self._transport = codec, transport
 
     def sum(
@@ -460,6 +490,7 @@ class ErrorFeedback(Transforms):
         variables: Sequence[Any],
         transport: Any,
         kind: str = GRADIENTS,
+        is_scaled: bool = True,
     ) -> list[tf.Tensor]:
         """Returns the sums over the workers; all call it with gradients of the same variables.
 
@@ -468,15 +499,16 @@ class ErrorFeedback(Transforms):
           gradients: dense gradients of static shapes.
           variables: the variable of each.
           transport: of the codec's messages (`tfdist.compression.codec.Transport`).
-          kind: of `_KINDS`. While the optimizer scales the loss, the state is kept for gradients without the scale,
-            because it changes; differences have none.
+          kind: of `_KINDS`.
+          is_scaled: True if gradients have the scale of a `LossScaleOptimizer`, if the optimizer is one. State is kept
+            without the scale, because it changes; differences have none.
         """
         if not gradients:
             return []
         indices, number = indices_of(optimizer, variables), _KINDS.index(kind)
         # One state, also where another loop gives them in another order.
         order = sorted(range(len(indices)), key=lambda position: indices[position])
-        scale = loss_scale_of(optimizer) if kind == GRADIENTS else None
+        scale = loss_scale_of(optimizer) if is_scaled and kind == GRADIENTS else None
         given = _in_unit([gradients[each] for each in order], 1, scale)
         of = [variables[each] for each in order]
         sums = self._applied(number, self.list[number], optimizer, given, of, transport, False, None)
@@ -506,23 +538,13 @@ class ErrorFeedback(Transforms):
         return shared
 
     def _say_begins_anew(self, described: Any) -> None:
-        if not self._transport.index:
-            say_begins_anew(described["codec"], self.codec)
+        if self._transport is None or not self._transport.index:
+            what = repr(self.codec) if repr(self.codec) != described["codec"] else "for other variables; it"
+            _log.say(f"Compression: the checkpoint has the state of {described['codec']}, {what} begins anew")
 
 
 _KINDS = (GRADIENTS, DIFFERENCES)
 _NONE = Transforms(())
-
-
-def say_begins_anew(saved: str, codec: Any) -> None:
-    """Writes that the state of a checkpoint is that of another codec, or of other variables, and is not used.
-
-    Args:
-      saved: repr of the codec of the checkpoint.
-      codec: begins with an empty state.
-    """
-    what = repr(codec) if repr(codec) != saved else "for other variables; it"
-    _log.say(f"Compression: the checkpoint has the state of {saved}, {what} begins anew")
 
 
 def _divided(arrays: Sequence[Any], count: int) -> list[list[Any]]:

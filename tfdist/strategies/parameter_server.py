@@ -160,8 +160,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             # Makes the train steps of Keras' loop.
             self._training: AsynchronousEngine | RoundEngine = self._engine
             self.distribution.coordinator = self._engine.coordinator
-            memory = ServerMemory(self, self._engine.coordinator, self._num_workers, stall_timeout_secs)
-            self.distribution.transforms = Transforms(transforms, memory)
+            self.distribution.transforms = Transforms(transforms, self._worker_memory(stall_timeout_secs))
             self._take(policies, composed, stall_timeout_secs)
             self._measure()
             escape = stalls.InterruptEscape(self._engine.waited_for)
@@ -222,12 +221,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if composed.compression:
             server_calls.check_codecs(self._num_workers, self._num_ps, stall_timeout_secs)
             compression = composed.compression
-            encoding = Encoding(compression.codec, self._num_workers, compression.variables)
+            memory = self._worker_memory(stall_timeout_secs, "/device:CPU:0")
+            encoding = Encoding(compression.codec, memory, self._num_workers, compression.variables)
             self._sending = transfer_plan.encoded(self._transfer_mode, encoding)
             self.distribution.bytes_sent = encoding.bytes_sent
-            of_workers["Compression"] = server_calls.CodecStates(
-                encoding, self._engine.coordinator, self._num_workers, stall_timeout_secs
-            )
+            of_workers["Compression"] = encoding.feedback
         if aggregation is not None:
             self.distribution.spares = lambda: getattr(aggregation, "spares", None)
             engine = RoundEngine if aggregation.is_synchronous else StreamEngine
@@ -241,6 +239,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         for each in {self._engine, self._training}:
             each.follow_losses(lambda worker, is_lost: self.distribution.recorder.changed(worker, is_lost))
         self.distribution.take(policies, *dict.fromkeys((self._engine, self._training)), of_workers=of_workers)
+
+    def _worker_memory(self, timeout_secs: float, device: str | None = None) -> ServerMemory:
+        return ServerMemory(self, self._engine.coordinator, self._num_workers, timeout_secs, device)
 
     def _measure(self) -> None:
         """Fetches the counters of all processes whenever the report needs them."""

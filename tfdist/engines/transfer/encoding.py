@@ -6,9 +6,9 @@
       --> encode, with the state of this worker      decode, next to the sum and the update
                                         --message-->
 
-There is one message for each parameter server and optimizer. Each message has a state of the codec in the memory of the
-worker's process. `HalfPrecision` has no state. Everything else of a contribution (embedding rows, counts, logs) is sent
-as it is, in bundles.
+There is one message for each parameter server and optimizer, and one state of the codec for each message: that of a
+gradient transform (`step.gradients.ErrorFeedback`), in the memory of the worker. `HalfPrecision` has no state.
+Everything else of a contribution (embedding rows, counts, logs) is sent as it is, in bundles.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ import collections
 import dataclasses
 import math
 import threading
-import uuid
-import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +25,7 @@ import tensorflow as tf
 from tfdist.compat.keras.optimizers import loss_scale_of
 from tfdist.compat.tensorflow import servers
 from tfdist.compression import HalfPrecision, codec, gathered, on_servers
+from tfdist.step.gradients import ErrorFeedback, Memory
 from tfdist.transport.bundles import Bundles
 
 # A device without a job is on the worker that runs the step.
@@ -37,21 +35,25 @@ _MESSAGE = (tf.uint8, tf.uint8)
 
 
 class Encoding:
-    """Codec of a strategy, the names of its states, and the bytes that each worker has sent.
+    """Codec of a strategy, its state, and the bytes that each worker has sent.
 
     Args:
       chosen: a codec that `on_servers.check` accepts.
+      memory: of its state.
       num_workers: number of workers.
       variables: see `tfdist.Compression`.
+
+    Attributes:
+      codec: the same.
+      feedback: encodes, sends and decodes gradients; its transport is a `Sending`.
     """
 
-    def __init__(self, chosen: codec.Codec, num_workers: int, variables: str | None = None) -> None:
+    def __init__(
+        self, chosen: codec.Codec, memory: Memory | None, num_workers: int, variables: str | None = None
+    ) -> None:
         self.codec = chosen
+        self.feedback = ErrorFeedback(chosen, memory=memory, exchange=self._exchange)
         self._variables = variables
-        # Of this strategy: a server process may outlive it.
-        self._prefix = uuid.uuid4().hex
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._count = 0
         self._lock = threading.Lock()
         self._sent = [0] * num_workers
 
@@ -71,21 +73,32 @@ class Encoding:
         with self._lock:
             return list(self._sent)
 
-    def prefix_of(self, optimizer: Any) -> str:
-        """Returns the beginning of the names of an optimizer's states."""
-        with self._lock:
-            if optimizer not in self._numbers:
-                self._numbers[optimizer] = self._count
-                self._count += 1
-            return self._prefix_of(self._numbers[optimizer])
-
-    def ended(self) -> list[str]:
-        """Returns the prefixes of optimizers that exist no more, whose states the workers may drop."""
-        with self._lock:
-            return [self._prefix_of(number) for number in sorted({*range(self._count)} - {*self._numbers.values()})]
-
-    def _prefix_of(self, number: int) -> str:
-        return f"{self._prefix}/{number}/"
+    def _exchange(
+        self, gradients: Sequence[tf.Tensor], state: codec.State, sending: Sending
+    ) -> tuple[list[tf.Tensor], codec.State]:
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in gradients]
+        if not isinstance(self.codec, gathered.GatheredCodec):
+            with tf.device(_ON_WORKER):
+                halves = tf.reshape(tf.bitcast(self.codec.encode(gradients, {})[0], tf.uint8), [-1])
+                inputs = [tf.constant(on_servers.request("frame", specs)), halves]
+                sending.message = servers.call_function(inputs, _MESSAGE)
+            with tf.device(on_cpu(sending.device)):
+                inputs = [tf.constant(on_servers.request("content", specs)), *sending.message]
+                (content,) = servers.call_function(inputs, [tf.uint8])
+            with tf.device(sending.device):
+                halves = tf.bitcast(tf.reshape(content, [-1, 2]), tf.as_dtype(self.codec.dtype))
+                return self.codec.decode(halves, specs), {}
+        with tf.device(_ON_WORKER):
+            flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
+            inputs = [tf.constant(on_servers.request("encode", specs, self.codec)), *flat, *state.values()]
+            sent = servers.call_function(inputs, [*_MESSAGE, *(value.dtype for value in state.values())])
+            sending.message, values = sent[: len(_MESSAGE)], sent[len(_MESSAGE) :]
+            new = {name: tf.reshape(each, state[name].shape) for name, each in zip(state, values, strict=True)}
+        with tf.device(on_cpu(sending.device)):
+            inputs = [tf.constant(on_servers.request("decode", specs, self.codec)), *sending.message]
+            flat = servers.call_function(inputs, [tf.float32] * len(specs))
+            decoded = zip(flat, specs, strict=True)
+            return [tf.cast(tf.reshape(values, spec.shape), spec.dtype) for values, spec in decoded], new
 
     def groups(
         self, gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]], devices: Sequence[str]
@@ -97,25 +110,36 @@ class Encoding:
           targets: optimizer and variable of each.
           devices: device of each variable.
         """
-        members: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+        members: dict[tuple[int, str], list[int]] = collections.defaultdict(list)
         positions: list[int] = []
         position = 0
         for index, (gradient, (optimizer, _), device) in enumerate(zip(gradients, targets, devices, strict=True)):
             positions.append(position)
             position += len(tf.nest.flatten(gradient, expand_composites=True))
             if is_encoded(gradient):
-                members[self.prefix_of(optimizer), device].append(index)
-        found = []
-        # Not the index: the rows of a table in shards are as many entries as there are servers.
-        numbers: dict[int, int] = {}
-        for _, variable in targets:
-            numbers.setdefault(id(variable), len(numbers))
-        for (prefix, device), indices in members.items():
-            names = ",".join(f"{targets[index][1].path}:{numbers[id(targets[index][1])]}" for index in indices)
-            specs = [tf.TensorSpec(gradients[index].shape, gradients[index].dtype) for index in indices]
-            key = f"{prefix}{device} {zlib.crc32(names.encode()):08x}"
-            found.append(Group(key, device, [positions[index] for index in indices], specs))
-        return found
+                members[id(optimizer), device].append(index)
+        return [
+            Group(
+                targets[indices[0]][0],
+                [targets[index][1] for index in indices],
+                device,
+                [positions[index] for index in indices],
+            )
+            for (_, device), indices in members.items()
+        ]
+
+
+@dataclasses.dataclass
+class Sending:
+    """The way of a message to a parameter server.
+
+    Attributes:
+      device: of the variables.
+      message: what was sent, once it is.
+    """
+
+    device: str
+    message: Sequence[tf.Tensor] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +147,16 @@ class Group:
     """Gradients of one message.
 
     Attributes:
-      key: name of the codec's state.
+      optimizer: will apply them.
+      variables: the variable of each.
       device: device of the variables.
       positions: of the gradients, in the flat contribution.
-      specs: of the gradients.
     """
 
-    key: str
+    optimizer: Any
+    variables: list[Any]
     device: str
     positions: list[int]
-    specs: list[tf.TensorSpec]
 
 
 class EncodedBundles:
@@ -154,7 +178,7 @@ class EncodedBundles:
         devices: Sequence[str],
         bundle: Callable[[Sequence[Any], Sequence[str]], Bundles],
     ) -> None:
-        self._codec, self._ended = encoding.codec, encoding.ended()
+        self._encoding = encoding
         self._groups = list(groups)
         self._encoded = [position for group in self._groups for position in group.positions]
         self._others = sorted(set(range(len(specs))) - set(self._encoded))
@@ -182,15 +206,18 @@ class EncodedBundles:
         received, rest = self._bundles.send(packed[:count]), iter(self._all_or_none_finite(packed[count:]))
         sent = list(packed[:count])
         for group in self._groups:
-            message = self._encode(group, [next(rest) for _ in group.positions])
-            sent += message
-            received += self._decode(group, message)
+            sending, gradients = Sending(group.device), [next(rest) for _ in group.positions]
+            given = group.optimizer, gradients, group.variables, sending
+            # The state is on the CPU, where Python encodes.
+            with tf.device(_ON_WORKER):
+                received += self._encoding.feedback.sum(*given, is_scaled=False)
+            sent += sending.message
         with tf.device(_ON_WORKER):
             return received, tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in sent])
 
     def _all_or_none_finite(self, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         """Makes each message not finite if one of them is, so that no state changes in that step."""
-        if len(self._groups) < 2 or not isinstance(self._codec, gathered.GatheredCodec):
+        if len(self._groups) < 2 or not isinstance(self._encoding.codec, gathered.GatheredCodec):
             return gradients
         with tf.device(_ON_WORKER):
             is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
@@ -199,33 +226,6 @@ class EncodedBundles:
                 lambda: [tf.identity(gradient) for gradient in gradients],
                 lambda: [tf.fill(gradient.shape, tf.cast(math.nan, gradient.dtype)) for gradient in gradients],
             )
-
-    def _encode(self, group: Group, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        if not isinstance(self._codec, gathered.GatheredCodec):
-            with tf.device(_ON_WORKER):
-                halves = tf.reshape(tf.bitcast(self._codec.encode(gradients, {})[0], tf.uint8), [-1])
-                return servers.call_function([tf.constant(on_servers.frame_request(group.specs)), halves], _MESSAGE)
-        request = on_servers.encode_request(self._codec, group.specs, group.key, self._ended)
-        with tf.device(_ON_WORKER):
-            flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
-            return servers.call_function([tf.constant(request), *flat], _MESSAGE)
-
-    def _decode(self, group: Group, message: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        if not isinstance(self._codec, gathered.GatheredCodec):
-            with tf.device(on_cpu(group.device)):
-                request = on_servers.content_request(group.specs)
-                (content,) = servers.call_function([tf.constant(request), *message], [tf.uint8])
-            with tf.device(group.device):
-                halves = tf.bitcast(tf.reshape(content, [-1, 2]), tf.as_dtype(self._codec.dtype))
-                return self._codec.decode(halves, group.specs)
-        request = on_servers.decode_request(self._codec, group.specs)
-        with tf.device(on_cpu(group.device)):
-            inputs = [tf.constant(request), *message]
-            flat = servers.call_function(inputs, [tf.float32] * len(group.specs))
-            return [
-                tf.cast(tf.reshape(values, spec.shape), spec.dtype)
-                for values, spec in zip(flat, group.specs, strict=True)
-            ]
 
 
 def is_encoded(gradient: Any) -> bool:
