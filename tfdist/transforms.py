@@ -56,7 +56,8 @@ class Info:
     """Facts about a gradient, for `update`. Each is found when it is first used, and costs nothing otherwise.
 
     Args:
-      step: int64 scalar, the number of updates that the optimizer has made.
+      step: int64 scalar, the number of times that the optimizer was applied; with `gradient_accumulation_steps` each
+        step counts.
       staleness: int64 scalar, the number of updates between the read of the variables and this one. On the replica, and
         where all replicas update at once, 0.
       weight: float32 scalar, the factor that a policy gives this gradient in the sum: at arrival; else 1.

@@ -26,7 +26,7 @@ class TestSpanningDevices(Conformance):
             *("decay, ema", "accumulation, clipnorm, ema", "loss scale", "steps_per_execution", "run_eagerly"),
             *("unknown length", "embedding, clipnorm", "LSTM", "penalties, sum, uneven", "step mean_by_hand, one over"),
             *("interrupted and resumed", "first call, seed generator", "no run, in scope, graph, loss scale"),
-            *("loop, gradient_penalty", "loop, checkpoints"),
+            *("loop, gradient_penalty", "loop, checkpoints", "transforms, clip after the sum"),
         }
     )
     slow_tests = (

@@ -136,6 +136,24 @@ def test_results_of_another_kind_are_refused_by_name(update: Any, message: str):
         fit([own])
 
 
+def test_a_function_of_the_user_s_own_that_applies_gradients_is_refused():
+    strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"], transforms=[T.identity()])
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse")
+        model.optimizer.build(model.trainable_variables)
+
+    def own() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(X[:4]))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    message = r"transforms: only the gradients of .* are transformed; .*Received: optimizer 'sgd.*', applied in own"
+    with pytest.raises(ValueError, match=message):
+        strategy.run(own)
+    assert strategy.run(lambda: model(X[:4])) is not None
+
+
 def test_local_momentum_is_that_of_sgd_where_replicas_have_equal_parts():
     found, _ = fit([T.momentum_correction(0.9)], optimizer=keras.optimizers.SGD(0.1))
     expected, _ = fit([], optimizer=keras.optimizers.SGD(0.1, momentum=0.9))

@@ -289,11 +289,12 @@ class Program:
         worker, kind = self._strategy.extended.worker_devices[0], self._step.kind
         sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
         model = self._step.model
-        transforms = gradients.of(self._strategy) if kind == "train" else None
+        transforms = gradients.of(self._strategy)
+        facts = functools.partial(_facts, batch)
         with (
             one_replica.replica_on(self._strategy, worker),
             sending(model, worker) if sending else contextlib.nullcontext(),
-            transforms.alone(model, functools.partial(_facts, batch)) if transforms else contextlib.nullcontext(),
+            transforms.alone(model, facts) if kind == "train" else transforms.refused(self._fn, args, kwargs),
         ):
             rows = splitting.rows(batch)
             fn = self._fn if kind == "other" else tf.autograph.experimental.do_not_convert(self._fn)

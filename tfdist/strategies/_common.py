@@ -204,7 +204,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if step.kind == "predict" and len(args) == 1:
             model_parallel.check_step(self, step)
             return run_prediction(self, stock, args[0])
-        return stock()
+        with self.distribution.transforms.refused(step.function, args, kwargs):
+            return stock()
 
     def _build_for(self, step: Step, data: Any) -> None:
         """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""
