@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from tfdist.coordination.worker_states import (
+    A_VARIABLE,
     HAS_ENDED,
     LOST,
     OUTSIDE,
@@ -45,7 +46,12 @@ def test_wait_for_worker_that_has_ended_names_it_and_remedy(what: str):
 
 
 @pytest.mark.parametrize(
-    ("call", "remedy"), [("", "must take part: "), ("the callback Resume", "must have the callback Resume: ")]
+    ("call", "remedy"),
+    [
+        ("", "must take part: "),
+        ("the callback Resume", "must have the callback Resume: "),
+        (A_VARIABLE, "must make the same models and variables: "),
+    ],
 )
 def test_remedy_fits_what_the_worker_waits_in(call: str, remedy: str):
     text = verdict(blocked(0, call), [WorkerStatus("worker:1", ended=HAS_ENDED)], ALL)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import tensorflow as tf
 
@@ -40,6 +42,26 @@ def test_failure_of_a_wait_that_is_over_ends_no_other_wait(agreement: Agreement)
             agreement.current_wait().failure = ConnectionError("worker:0 has ended")
             with pytest.raises(ConnectionError, match="worker:0"):
                 agreement.check()
+
+
+def test_worker_whose_host_refuses_connections_is_lost_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The service waits for its heartbeats for 10 s."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        agreement = Agreement(TASKS[1], TASKS, {TASKS[0]: f"127.0.0.1:{server.getsockname()[1]}"})
+        monkeypatch.setattr(agreement, "lost", dict)
+        monkeypatch.setattr(agreement, "peek", lambda key, timeout_ms: None)
+        own = State("worker:1", "model.fit", "comparing the data sets")
+        assert agreement._watch.loss(own, TASKS[:1]) is None
+    found = str(agreement._watch.loss(own, TASKS[:1]))
+    assert (
+        found.startswith("model.fit (comparing the data sets) will never end") and "worker:0 (the connection" in found
+    )
+
+
+def test_reason_that_keras_quotes_in_its_own_error_is_found(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agreement, "_failure", reason := ConnectionError("worker:0 has ended"))
+    assert agreement.failure_behind(TypeError("Error when deserializing class 'Dropout'")) is None
+    assert agreement.failure_behind(TypeError(f"Exception encountered: is aborted by: {reason}\nThe error")) is reason
 
 
 def test_log_that_a_thread_has_taken_does_not_change(agreement: Agreement):

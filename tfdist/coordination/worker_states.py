@@ -18,6 +18,7 @@ PARTED_SECS = 5.0
 HAS_ENDED = "has ended"
 # A call that is known by no name.
 A_SUM = "a sum over all workers"
+A_VARIABLE = "tf.Variable (its first value)"
 _APART = "all workers wait, each in another call"
 # The message of `parted`, in that of another error.
 PARTED = re.compile(rf"{_APART}: [^\n\"\\]+")
@@ -164,10 +165,13 @@ def parted(calls: Mapping[str, str]) -> str:
     elif len({call.partition(" (")[0] for call in groups}) == 1:
         remedy = f"give all workers {_SAME}"
     else:
-        remedy = _remedy(fewest.partition(" (")[0])
+        remedy = _remedy(fewest)
     return f"{_APART}: {shown}; {remedy}"
 
 
 def _remedy(call: str) -> str:
-    needed = "take part" if call == A_SUM else f"have {call}" if call.startswith("the callback") else f"call {call}"
+    # Without the part of the call that is in parentheses.
+    special = {A_SUM: "take part", A_VARIABLE.partition(" (")[0]: "make the same models and variables"}
+    call = call.partition(" (")[0]
+    needed = special.get(call) or (f"have {call}" if call.startswith("the callback") else f"call {call}")
     return f"every worker must {needed}: remove the `if` around it, and give all workers {_SAME}"

@@ -28,13 +28,14 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _sockets
 from tfdist.cluster import Task
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
@@ -67,6 +68,8 @@ _IDLE_SECS_ON_GPU = 60.0
 # At its end the chief, with which the service ends, waits so long for others that need nothing of it any more.
 _FAREWELL_SECS = 10.0
 _STATE_MS = 20
+# Longest wait for a connection to a task, and for those to all.
+_PROBE_SECS, _PROBES_SECS = 0.2, 1.0
 _SEEDING = "agreeing on a random seed"
 # Errors of TensorFlow's by which collectives end where other workers have ended or failed.
 _ERRORS_OF_COLLECTIVES = (
@@ -106,10 +109,12 @@ class Agreement:
     Args:
       task: this worker.
       tasks: all workers, the chief first.
+      addresses: where TensorFlow's server of each task listens, "host:port", as far as they are known.
     """
 
-    def __init__(self, task: Task, tasks: Sequence[Task]) -> None:
+    def __init__(self, task: Task, tasks: Sequence[Task], addresses: Mapping[Task, str] = {}) -> None:
         self.task, self.tasks = task, tuple(tasks)
+        self._addresses = dict(addresses)
         self._others = tuple(each for each in self.tasks if each != task)
         self._count = 0
         # Replaced, never changed: other threads read it. So do they `_waits`, of which they take copies.
@@ -349,7 +354,9 @@ class Agreement:
             return RuntimeError(told.group())
         if isinstance(error, tf.errors.OpError) and _MISMATCH.search(str(error)):
             return RuntimeError(worker_states.mismatch(own))
-        if not isinstance(error, _ERRORS_OF_COLLECTIVES):
+        # Keras puts some errors into the text of its own.
+        is_quoted = self._failure is not None and str(self._failure) in str(error)
+        if not (is_quoted or isinstance(error, _ERRORS_OF_COLLECTIVES)):
             return None
         failure, self._failure = self._failure, None
         try:
@@ -458,6 +465,17 @@ class Agreement:
             for task, text in states.items()
             if task != str(self.task)
         }
+
+    def gone(self, tasks: Sequence[Task]) -> list[str]:
+        """Returns those of the tasks whose process has ended: their hosts refuse connections. Takes a second at most.
+
+        The service knows of such a task only once its heartbeats have been missing for 10 s.
+        """
+        until, found = time.monotonic() + _PROBES_SECS, []
+        for task in tasks:
+            if task in self._addresses and time.monotonic() < until:
+                found += [str(task)] if _sockets.is_refused(self._addresses[task], _PROBE_SECS) else []
+        return found
 
     def _service_answers(self) -> bool:
         """Returns False if the service does not answer now; raises ConnectionError if it has not for long.
@@ -653,6 +671,8 @@ class _Watch:
         ended = [state for task in names if (found := self.read(task)) and (state := found[1]).ended]
         reason = worker_states.verdict(own, ended, names)
         lost = {} if reason else {task: text for task, text in self._agreement.lost().items() if task in names}
+        if not reason and not lost:
+            lost = dict.fromkeys(self._agreement.gone(awaited), worker_states.LOST)
         if lost:
             reason = worker_states.never(own, lost)
         return ConnectionError(reason) if reason else None
@@ -795,7 +815,7 @@ def _key_at(place: str, number: int) -> str:
 def _function_of(name: str) -> str:
     """Returns a function's name without what TensorFlow adds; of an operation, what it is."""
     if name.startswith("CollectiveBcast"):
-        return "tf.Variable (its first value)"
+        return worker_states.A_VARIABLE
     found = re.fullmatch(r"__inference_(.+)_\d+", name)
     return found[1] if found else worker_states.A_SUM
 

@@ -190,7 +190,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         # Each call needs all workers, in the same order on all.
         self._is_exclusive = True
         self._trained_alone = f"each of {len(cluster.training_tasks)} workers would train a model of its own"
-        agreement = agreements.Agreement(cluster.task, cluster.training_tasks)
+        addresses = {task: cluster.address(task) for task in cluster.training_tasks}
+        agreement = agreements.Agreement(cluster.task, cluster.training_tasks, addresses)
         self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
         agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
         agreements.share_random_state(agreement)
