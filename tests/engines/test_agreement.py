@@ -46,7 +46,7 @@ def test_failure_of_a_wait_that_is_over_ends_no_other_wait(agreement: Agreement)
 
 def test_worker_whose_host_refuses_connections_is_lost_at_once(monkeypatch: pytest.MonkeyPatch):
     """The service waits for its heartbeats for 10 s."""
-    own = State("worker:1", "model.fit", "comparing the data sets")
+    own = WorkerStatus("worker:1", "model.fit", "comparing the data sets")
     with socket.create_server(("127.0.0.1", 0)) as server:
         agreement = Agreement(TASKS[1], TASKS, {TASKS[0]: f"127.0.0.1:{server.getsockname()[1]}"})
         monkeypatch.setattr(agreement, "lost", dict)

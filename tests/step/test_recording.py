@@ -11,6 +11,9 @@ import pytest
 import tensorflow as tf
 from halves import Halves, X, Y, assert_close, batches, made
 
+from tfdist.step import recording
+from tfdist.tables.coordinated_variable import CoordinatedVariable
+
 pytestmark = pytest.mark.devices
 
 
@@ -141,6 +144,28 @@ def test_weights_read_after_the_update_are_told_in_one_line(capsys, make: Any, l
     Halves(model)
     told = [line for line in capsys.readouterr().err.splitlines() if "after optimizer.apply" in line]
     assert [line.partition("Received: ")[2] for line in told] == [f"a read of {model.dense.kernel.path!r}"] * lines
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_copy_of_what_was_read_ahead_is_a_read_of_the_weight(is_late: bool) -> None:
+    variable = CoordinatedVariable(tf.Variable(1.0), lambda writes: None)
+    variable.path = "dense/kernel"
+    found: list[str] = []
+
+    @tf.function(autograph=False)
+    def traced() -> None:
+        variable.read_ahead(tf.constant(7.0))
+        reads = recording.LateReads()
+        if not is_late:
+            variable.read_value()
+        reads.applied([variable])
+        if is_late:
+            variable.read_value()
+        found.extend(reads.paths())
+        variable.read_ahead(None)
+
+    traced.get_concrete_function()
+    assert found == ["dense/kernel"] * is_late
 
 
 class Sharp(Stepping):

@@ -43,12 +43,13 @@ class CoordinatedVariable(variables.ServerVariable):
         self._barrier = barrier
         self._writes = 0
         self._reads: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._ahead: tf.Tensor | None = None
+        # What `read_ahead` was given last.
+        self.ahead: tf.Tensor | None = None
         self._for_data: tf.Variable | None = None
 
     def read_ahead(self, value: tf.Tensor | None) -> None:
         """Makes reads in the graph of `value` return it until the next write; None restores reads of the variable."""
-        self._ahead = value
+        self.ahead = value
 
     # Reads.
 
@@ -111,7 +112,7 @@ class CoordinatedVariable(variables.ServerVariable):
         return self._for_data
 
     def _as_read_ahead(self) -> tf.Tensor | None:
-        value = self._ahead
+        value = self.ahead
         if value is None or value.graph is not tf.compat.v1.get_default_graph():
             return None
         # In an update the variable is local, and the value that was read ahead is on the worker.
