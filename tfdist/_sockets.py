@@ -55,18 +55,6 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def is_refused(address: str, timeout_secs: float) -> bool:
-    """Returns True if the host is there, and no process of it accepts connections at a valid address."""
-    try:
-        socket.create_connection(split_address(address), timeout=timeout_secs).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, UnicodeError):
-        # It can't be said, as where a name is not resolved, or no answer comes in time.
-        pass
-    return False
-
-
 def normal_address(address: str) -> str:
     """Returns a valid address without the trailing dot of an absolute host name.
 

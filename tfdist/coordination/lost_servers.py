@@ -63,3 +63,15 @@ def _is_lost(address: str) -> bool:
     except (OSError, UnicodeError) as error:
         return getattr(error, "errno", None) in _UNREACHABLE
     return False
+
+
+def is_refused(address: str, timeout_secs: float) -> bool:
+    """Returns True if the host is there, and no process of it accepts connections at a valid address."""
+    try:
+        socket.create_connection(_sockets.split_address(address), timeout=timeout_secs).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, UnicodeError):
+        # It can't be said, as where a name is not resolved, or no answer comes in time.
+        pass
+    return False

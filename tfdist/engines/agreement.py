@@ -35,11 +35,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _sockets
 from tfdist.cluster import Task
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
-from tfdist.coordination import stalls, usage, worker_states
+from tfdist.coordination import lost_servers, stalls, usage, worker_states
 from tfdist.coordination.usage import Usage
 from tfdist.coordination.worker_states import WorkerStatus
 
@@ -474,7 +473,7 @@ class Agreement:
         until, found = time.monotonic() + _PROBES_SECS, []
         for task in tasks:
             if task in self._addresses and time.monotonic() < until:
-                found += [str(task)] if _sockets.is_refused(self._addresses[task], _PROBE_SECS) else []
+                found += [str(task)] if lost_servers.is_refused(self._addresses[task], _PROBE_SECS) else []
         return found
 
     def _service_answers(self) -> bool:
