@@ -191,6 +191,7 @@ def test_finished_training_is_shown_as_finished_not_as_stalled():
     end = [(9.0, -1, EventKind.FINISHED, "finished")]
     lines = drawn(snapshot.take(timeline(UPDATES, GRADIENTS, end)), 80, 24)
     assert any("finished 5 s ago" in line for line in lines)
+    assert {row.state for row in snapshot.take(timeline(UPDATES, GRADIENTS, end)).workers} == {"ended"}
     # The training has gone on, as after a restart.
     later = [*UPDATES, (9, 100.0, 1.0, 0.0, 0, 0, 0)]
     assert snapshot.take(timeline(later, GRADIENTS, end)).ended == ""

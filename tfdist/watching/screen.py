@@ -39,6 +39,7 @@ _STATES = {
     "all-reduce": "magenta",
     "held": "yellow",
     "lost": "bold red",
+    "ended": "dim",
     "absent": "dim",
 }
 # Characters and styles of the bar: told apart without colours, too.

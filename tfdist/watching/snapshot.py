@@ -85,7 +85,8 @@ class WorkerRow:
 
     Attributes:
       name: name of the worker, such as "worker:3".
-      state: "input", "computing", "waiting", "all-reduce", "held", "lost", or "absent" before its first gradient.
+      state: "input", "computing", "waiting", "all-reduce", "held", "lost", "ended" with the training, or "absent"
+        before its first gradient.
       late_secs: time since its last gradient, if that is unusually long; else 0.
       accepted, dropped, lost: gradients.
       p50_secs, p95_secs: percentiles of the time from start to arrival of a gradient; nan without any.
@@ -293,6 +294,8 @@ def _states(
         late = np.where(is_late, since, 0.0)
         for index in np.flatnonzero(is_late):
             states[index] = "computing"
+    if timeline.ended:
+        states, late = ["ended" if known else "absent" for known in is_known], np.zeros(count)
     for index in _lost(timeline, contributions, lanes):
         states[index], late[index] = "lost", 0.0
     return states, late
