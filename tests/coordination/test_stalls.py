@@ -14,7 +14,7 @@ import weakref
 import pytest
 from waiting import Clock
 
-from tfdist.coordination.stalls import BlockedCall, Idleness, InterruptEscape, StallReporter
+from tfdist.coordination.stalls import BlockedCall, Idleness, InterruptEscape, StallReporter, calls_of_tensorflow
 
 
 def reporter(clock: Clock, lines: list[str], **options):
@@ -151,6 +151,25 @@ def test_a_thread_that_waits_for_a_collective_in_another_is_in_that_call():
     finally:
         go.set()
         waiting.join(10)
+
+
+@pytest.mark.parametrize(
+    ("filename", "function", "expected"),
+    [
+        ("/x/tensorflow/python/ops/gen_collective_ops.py", "collective_gather_v2", ("collective_gather_v2", "")),
+        ("/x/tensorflow/python/eager/polymorphic_function/atomic_function.py", "call_flat", ("", "train.py:7")),
+        ("/x/tensorflow/python/ops/gen_dataset_ops.py", "iterator_get_next", ("", "")),
+    ],
+)
+def test_calls_of_tensorflow_are_told_by_the_stack(filename: str, function: str, expected: tuple[str, str]):
+    """A program's line calls the wrapper that TensorFlow has around each function, and that what is told."""
+    names: dict = {"here": lambda: found.append(calls_of_tensorflow(None))}
+    found: list[tuple[str, str]] = []
+    exec(compile(f"def {function}(): here()", filename, "exec"), names)
+    wrapper = "/x/tensorflow/python/util/traceback_utils.py"
+    exec(compile(f"def error_handler(): {function}()", wrapper, "exec"), names)
+    exec(compile("\n" * 6 + "error_handler()", "train.py", "exec"), names)
+    assert found == [expected]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 import tensorflow as tf
+from overlapping import in_thread
 
 from tfdist.cluster import Task
-from tfdist.coordination.worker_states import WorkerStatus
+from tfdist.coordination import stalls
+from tfdist.coordination.worker_states import STEP, WorkerStatus
 from tfdist.engines.agreement import Agreement
 
 TASKS = [Task("worker", 0), Task("worker", 1)]
@@ -94,3 +97,29 @@ def test_lost_connection_is_to_the_task_that_the_error_names():
     text = "Connection reset by peer\nAdditional information from remote target /job:worker/replica:0/task:2 while"
     assert Agreement(tasks[0], tasks)._lost_peer(text) == "worker:2"
     assert Agreement(tasks[0], tasks)._lost_peer("Connection refused") == ""
+
+
+def test_function_with_a_collective_is_known_by_the_line_that_calls_it(agreement: Agreement):
+    """A thread is in it at each call, also when it is traced no more; and not in a function without collectives."""
+    found: list[tuple[str, str, int]] = []
+
+    def look_at(thread: threading.Thread) -> None:
+        state, awaited = agreement.state(stalls.of(thread))
+        found.append((state.call, state.part, len(awaited)))
+
+    def look() -> None:
+        in_thread(lambda: look_at(threading.main_thread()))
+
+    @tf.function
+    def train_step() -> None:
+        agreement.note_traced(tf.compat.v1.get_default_graph())
+        tf.py_function(look, [], [])
+
+    @tf.function
+    def read() -> None:
+        tf.py_function(look, [], [])
+
+    for _ in range(2):
+        train_step()
+        read()
+    assert found == [("train_step", STEP, 1), ("", "", 0)] * 2

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -44,6 +45,40 @@ def by_thread() -> dict[int, FrameType]:
         finally:
             if was_enabled:
                 gc.enable()
+
+
+def of(thread: threading.Thread) -> FrameType | None:
+    """Returns the innermost frame of another thread; None if it does not run."""
+    frames = by_thread()
+    try:
+        return frames.get(thread.ident or 0)
+    finally:
+        # Another thread that looks has a dictionary with this frame.
+        frames.clear()
+
+
+# Files of TensorFlow's that call an operation of a collective, or a function.
+_COLLECTIVES = "tensorflow/python/ops/gen_collective_ops.py"
+_FUNCTIONS = "tensorflow/python/eager/polymorphic_function/"
+_OF_TENSORFLOW = "tensorflow/python/"
+
+
+def calls_of_tensorflow(frame: FrameType | None) -> tuple[str, str]:
+    """What the thread of an innermost frame, or this thread for None, calls of TensorFlow's.
+
+    Returns:
+      (operation, line): the function that calls the operation of a collective, such as "collective_gather_v2", and the
+      line of the program that calls the outermost `tf.function`; each "" if there is none.
+    """
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    operation = next((each.name for each in stack if _COLLECTIVES in each.filename), "")
+    line = ""
+    for each in reversed(stack):
+        if _FUNCTIONS in each.filename:
+            return operation, line
+        if _OF_TENSORFLOW not in each.filename:
+            line = f"{each.filename}:{each.lineno}"
+    return operation, ""
 
 
 _JOIN_SECS = 2.0
@@ -139,7 +174,6 @@ class BlockedCall:
 
     # Files of Python whose innermost frame means that the runtime is at work.
     _RUNTIME = ("tensorflow/python/eager/", "tensorflow/python/ops/gen_", "tensorflow/python/framework/ops.py")
-    _COLLECTIVES = "tensorflow/python/ops/gen_collective_ops.py"
 
     def __init__(self, what: str, thread_id: int | None = None) -> None:
         self._what = what
@@ -176,7 +210,7 @@ class BlockedCall:
                 return frame
             if frame.f_code.co_filename != threading.__file__:
                 return None
-            return next((each for each in frames.values() if self._COLLECTIVES in each.f_code.co_filename), None)
+            return next((each for each in frames.values() if _COLLECTIVES in each.f_code.co_filename), None)
         finally:
             # Another thread that looks has a dictionary with this frame.
             frames.clear()

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import json
 import os
 import pathlib
@@ -27,6 +28,7 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -102,6 +104,19 @@ class _Wait:
     failure: Exception | None = None
 
 
+class _Function:
+    """A function with collectives; its graph is not kept alive."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.name = weakref.ref(graph), graph.name
+
+    @functools.cached_property
+    def collectives(self) -> str:
+        """How many it has of which kinds; "" if its graph is gone."""
+        graph = self.graph()
+        return "" if graph is None else context.collectives_of(graph)
+
+
 class Agreement:
     """Broadcast, gather and key-value store of the workers.
 
@@ -129,6 +144,8 @@ class Agreement:
         # Waits of this worker, the innermost one last, and its calls outside of Keras' loops.
         self._waits: list[_Wait] = []
         self._calls: list[str] = []
+        # The functions with collectives, by the line of the program that calls them.
+        self._functions: dict[str, _Function] = {}
         # Outcome of the program, once it has ended.
         self._ended = ""
         # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
@@ -419,13 +436,24 @@ class Agreement:
             call = wait.call or self._main_call()
             wanted = {"call": call, "what": wait.what, "number": wait.number, "part": wait.part}
             return dataclasses.replace(own, **wanted, blocked_secs=secs), wait.awaited
-        name = context.collective_in(frame) if frame is not None else None
-        if name is None:
+        operation, line = ("", "") if frame is None else stalls.calls_of_tensorflow(frame)
+        function = self._functions.get(line)
+        if not operation and function is None:
             return own, ()
         # Keras' step is a function; other sums of a call, such as those of metrics, are operations.
-        is_operation = name.lower().startswith("collective")
-        part = worker_states.OUTSIDE if is_operation else worker_states.step_of(context.collectives_of(name))
-        return dataclasses.replace(own, call=self._main_call() or _function_of(name), part=part), self._others
+        if operation or function is None:
+            part = worker_states.OUTSIDE
+            what = worker_states.A_VARIABLE if operation.startswith("collective_bcast") else worker_states.A_SUM
+        else:
+            part, what = worker_states.step_of(function.collectives), function.name
+        return dataclasses.replace(own, call=self._main_call() or what, part=part), self._others
+
+    def note_traced(self, graph: Any) -> None:
+        """Notes that a function that the main thread calls has collectives; called while its graph is traced."""
+        main = threading.main_thread()
+        _, line = stalls.calls_of_tensorflow(None if threading.current_thread() is main else stalls.of(main))
+        if line and graph is not None and (line not in self._functions or self._functions[line].graph() is not graph):
+            self._functions[line] = _Function(graph)
 
     def _main_call(self) -> str:
         """The user's call in which the main thread is; in any thread."""
@@ -809,14 +837,6 @@ def _key(number: int, what: str) -> str:
 
 def _key_at(place: str, number: int) -> str:
     return f"tfdist/at/{zlib.crc32(place.encode()):08x}/{number}"
-
-
-def _function_of(name: str) -> str:
-    """Returns a function's name without what TensorFlow adds; of an operation, what it is."""
-    if name.startswith("CollectiveBcast"):
-        return worker_states.A_VARIABLE
-    found = re.fullmatch(r"__inference_(.+)_\d+", name)
-    return found[1] if found else worker_states.A_SUM
 
 
 # Counters of all workers' processes, such as bytes sent: each worker posts its own to the coordination service.

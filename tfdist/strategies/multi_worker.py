@@ -193,6 +193,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         addresses = {task: cluster.address(task) for task in cluster.training_tasks}
         agreement = agreements.Agreement(cluster.task, cluster.training_tasks, addresses)
         self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
+        replicas.note_traced(self, agreement.note_traced)
         agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
         agreements.share_random_state(agreement)
         saving.write_by_chief()
@@ -309,7 +310,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if self._quorum or self._synchronous:
             # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.
             dataset = inputs.sized(dataset, epoch_iterator)
-        return inputs.unread_left_out(self._divided(dataset, options, epoch_iterator), epoch_iterator)
+        return self._divided(dataset, options, epoch_iterator)
 
     def _divided(self, dataset: Any, options: Any, epoch_iterator: Any) -> Any:
         count = self.num_replicas_in_sync

@@ -27,8 +27,6 @@ NEEDS = (
     "tensorflow.python.distribute.cross_device_ops:CrossDeviceOps.batch_reduce",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_keys",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._communication_options",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._cross_device_ops",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_ops",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._get_variable_creator_initial_value",
 )
 
@@ -218,20 +216,17 @@ def by_part(parts: replicas.ReplicaDevices | None, values: Sequence[Any]) -> lis
 
 def use_parts(strategy: Any, parts: replicas.ReplicaDevices) -> None:
     """Makes a strategy reduce each part among the devices that hold it."""
-    extended = strategy.extended
-    stock = extended._cross_device_ops
+    extended, stock = strategy.extended, replicas.operations_of(strategy)
     if not isinstance(stock, cross_device_ops.CollectiveAllReduce):
         return  # Reduces to one device of those that the values are on.
     workers = replicas.worker_count(strategy) if replicas.has_other_workers(strategy) else 1
     operations = PartAllReduce(parts, workers, extended._communication_options, extended._collective_keys)
-    extended._cross_device_ops = operations
-    if getattr(extended, "_collective_ops", None) is stock:
-        extended._collective_ops = operations
+    replicas.replace_operations(strategy, operations)
 
 
 def launcher_of_parts(strategy: Any, part: int) -> Any:
     """Returns what launches the collectives of a part, of workers of one replica each."""
-    operations = strategy.extended._cross_device_ops
+    operations = replicas.operations_of(strategy)
     (found,) = getattr(operations, "by_part", [operations])[part]._launchers
     return found
 

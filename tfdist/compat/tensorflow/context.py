@@ -8,31 +8,26 @@ has begun. The coordination service, which keeps text under keys for all workers
 from __future__ import annotations
 
 import collections
-import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping
-from types import FrameType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, cross_device_utils
-from tensorflow.python.eager import context, execute
+from tensorflow.python.eager import context
 from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.compat import patching
 from tfdist.compat.tensorflow.coordinator import CHIEF_JOB
-from tfdist.compat.tensorflow.variables import is_clock_variable
+from tfdist.compat.tensorflow.variables import ResourceVariable, is_clock_variable
 
 NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:coordination_config_pb2.CoordinatedJob",
-    "tensorflow.python.eager.context:Context._context_handle",
     "tensorflow.python.eager.context:Context.abort_collective_ops",
     "tensorflow.python.eager.context:Context.configure_coordination_service",
     "tensorflow.python.eager.context:Context.delete_config_key_value",
     "tensorflow.python.eager.context:Context.get_config_key_value",
-    "tensorflow.python.eager.context:Context.get_function_def",
     "tensorflow.python.eager.context:Context.get_task_states",
     "tensorflow.python.eager.context:Context.report_error_to_cluster",
     "tensorflow.python.eager.context:Context.set_config_key_value",
@@ -40,17 +35,10 @@ NEEDS = (
     "tensorflow.python.eager.context:global_seed",
     "tensorflow.python.framework.random_seed:DEFAULT_GRAPH_SEED",
     "tensorflow.python.framework.random_seed:get_seed(op_seed)",
-    "tensorflow.python.eager.execute:execute_with_cancellation(op_name)",
-    "tensorflow.python.eager.execute:quick_execute(op_name)",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._ordering_token",
-    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable",
 )
 
 
-_EXECUTIONS = {function.__code__ for function in (execute.quick_execute, execute.execute_with_cancellation)}
-_COLLECTIVE = "Collective"
-# Names of collectives, in part, with words for messages. Of a broadcast, senders and receivers have names of their own.
-_KINDS = (("Reduce", "sum"), ("Gather", "gather"), ("Bcast", "broadcast"))
 _drawn_seed: int | None = None
 
 
@@ -88,7 +76,14 @@ def _without_drawn_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def has_begun() -> bool:
     """Returns True if TensorFlow's runtime is initialized; then it can't join a cluster any more."""
-    return context.context()._context_handle is not None
+    count = tf.config.threading.get_inter_op_parallelism_threads()
+    try:
+        # Refused then.
+        tf.config.threading.set_inter_op_parallelism_threads(count + 1)
+    except RuntimeError:
+        return True
+    tf.config.threading.set_inter_op_parallelism_threads(count)
+    return False
 
 
 def configure_coordination(
@@ -160,51 +155,38 @@ def abort_collectives(message: str) -> None:
     context.context().abort_collective_ops(tf.errors.ABORTED, message)
 
 
-def collective_in(frame: FrameType) -> str | None:
-    """Name of the operation or function that is executed in a frame, if it has collectives; else None.
-
-    Args:
-      frame: innermost frame of a thread that is inside of TensorFlow's runtime.
-    """
-    if frame.f_code.co_filename.endswith("gen_collective_ops.py"):
-        return frame.f_code.co_name
-    name = frame.f_locals.get("op_name") if frame.f_code in _EXECUTIONS else None
-    # An operation whose arguments had to be converted comes by a name of bytes.
-    name = name.decode() if isinstance(name, bytes) else name
-    return name if isinstance(name, str) and _has_collectives(name) else None
+# Names of collectives, in part, with words for messages. Of a broadcast, senders and receivers have names of their own.
+_KINDS = (("Reduce", "sum"), ("Gather", "gather"), ("Bcast", "broadcast"))
+_COLLECTIVE = "Collective"
 
 
-def collectives_of(name: str) -> str:
-    """Returns how many collectives of which kinds a function has, such as "1 gather, 2 sums"; "" for an operation.
+def collectives_of(graph: tf.Graph) -> str:
+    """Returns how many collectives of which kinds a function's graph has, such as "1 gather, 2 sums".
 
     Each is counted where it stands in the graph, so this is equal on workers that run the same step.
     """
-    return "" if name.startswith(_COLLECTIVE) else _in_words(_collectives_of(name))
+    described = graph.as_graph_def()
+    functions = {each.signature.name: each.node_def for each in described.library.function}
+    known: dict[str, collections.Counter[str]] = {}
 
+    def count(name: str) -> collections.Counter[str]:
+        if name not in known:
+            known[name] = collections.Counter()
+            if name.startswith(_COLLECTIVE):
+                known[name][next((word for part, word in _KINDS if part in name), name)] = 1
+            else:
+                known[name] = count_in(functions.get(name, ()))
+        return known[name]
 
-def _has_collectives(name: str) -> bool:
-    """Returns True if an operation or function of this name, or one that it calls, is a collective."""
-    return bool(_collectives_of(name))
+    def count_in(nodes: Iterable[Any]) -> collections.Counter[str]:
+        found = collections.Counter[str]()
+        for node in nodes:
+            called = [node.op, *(attr.func.name for attr in node.attr.values() if attr.HasField("func"))]
+            for each in (*called, *(each.name for attr in node.attr.values() for each in attr.list.func)):
+                found += count(each)
+        return found
 
-
-@functools.lru_cache(1024)
-def _collectives_of(name: str) -> collections.Counter[str]:
-    if name.startswith(_COLLECTIVE):
-        return collections.Counter([next((word for part, word in _KINDS if part in name), name)])
-    try:
-        nodes = context.context().get_function_def(name).node_def
-    except tf.errors.OpError:
-        # An operation.
-        return collections.Counter()
-    found = collections.Counter[str]()
-    for node in nodes:
-        called = [node.op, *(attr.func.name for attr in node.attr.values() if attr.HasField("func"))]
-        for each in (*called, *(each.name for attr in node.attr.values() for each in attr.list.func)):
-            found += _collectives_of(each)
-    return found
-
-
-def _in_words(counts: collections.Counter[str]) -> str:
+    counts = count_in(described.node)
     return ", ".join(f"{count} {word}{'s' if count > 1 else ''}" for word, count in sorted(counts.items()))
 
 
@@ -223,7 +205,7 @@ _joined = False
 _joined_after = False
 _has_ended = False
 # Variables of clusters that were left, by their id, because they can't be hashed.
-_lost: dict[int, weakref.ref[resource_variable_ops.BaseResourceVariable]] = {}
+_lost: dict[int, weakref.ref[ResourceVariable]] = {}
 
 
 def join_cluster() -> None:
@@ -269,7 +251,7 @@ def leave_cluster(can_join_again: bool) -> None:
     """
     global _joined, _has_ended
     # Now, because TensorFlow crashes on a later request for the device of a variable on a lost server.
-    held = [each for each in gc.get_objects() if isinstance(each, resource_variable_ops.BaseResourceVariable)]
+    held = [each for each in gc.get_objects() if isinstance(each, ResourceVariable)]
     lost = [each for each in held if _is_lost(each) or CHIEF_JOB not in each.device]
     _lost.clear()
     _lost.update({id(each): weakref.ref(each) for each in lost})
@@ -298,11 +280,11 @@ def _variables() -> list[str]:
     gc.collect()
     things = gc.get_objects()
     own = {id(thing._ordering_token) for thing in things if type(thing) is cross_device_utils.CollectiveReplicaLauncher}
-    variables = [thing for thing in things if isinstance(thing, resource_variable_ops.BaseResourceVariable)]
+    variables = [thing for thing in things if isinstance(thing, ResourceVariable)]
     variables = [each for each in variables if id(each) not in own and not is_clock_variable(each)]
     return [str(each.name) for each in variables if not _is_lost(each)]
 
 
-def _is_lost(variable: resource_variable_ops.BaseResourceVariable) -> bool:
+def _is_lost(variable: ResourceVariable) -> bool:
     known = _lost.get(id(variable))
     return known is not None and known() is variable

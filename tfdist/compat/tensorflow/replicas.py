@@ -6,9 +6,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,12 +21,10 @@ from tfdist.compat.tensorflow import graphs, variables
 NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._worker_device",
     "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._replica_id",
-    "tensorflow.python.distribute.distribute_lib:_get_default_strategy",
     "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._get_replica_id_in_sync_group",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._num_replicas_in_sync",
     "tensorflow.python.distribute.device_util:resolve",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._create_variable",
     "tensorflow.python.distribute.values:DistributedValues._devices",
     "tensorflow.python.distribute.values:DistributedVariable._aggregation",
     "tensorflow.python.distribute.distribute_utils:regroup",
@@ -78,9 +77,10 @@ def worker_device(strategy: Any) -> str:
     return strategy.extended._worker_device
 
 
+@functools.cache
 def default_strategy() -> tf.distribute.Strategy:
-    """The strategy that is current outside of any scope."""
-    return distribute_lib._get_default_strategy()
+    """The strategy that is current outside of any scope, as a thread that has just begun is."""
+    return graphs.call_outside(tf.distribute.get_strategy)
 
 
 def is_updating() -> bool:
@@ -300,9 +300,13 @@ class _Keys:
         self._counter: Any = None
         self._fixed = itertools.count(_FIRST_FIXED_KEY)
         self.is_counting = self.is_fixed = False
+        self.on_trace: Callable[[Any], object] | None = None
 
     def __call__(self) -> Any:
         """The key of the collective that is traced now."""
+        if self.on_trace is not None and not tf.executing_eagerly():
+            *_, function, _ = (None, *graphs.enclosing())
+            self.on_trace(function)
         if self.is_counting:
             return self._counted()
         if self.is_fixed and not tf.executing_eagerly():
@@ -344,6 +348,12 @@ def give_keys(strategy: tf.distribute.Strategy) -> None:
                 launcher._next_instance_key = _Keys(launcher, of_threads)
 
 
+def note_traced(strategy: tf.distribute.Strategy, note: Callable[[Any], object]) -> None:
+    """Calls `note` with the outermost function's graph, or None, where a collective of this strategy is traced."""
+    for launcher in _launchers(strategy):
+        launcher._next_instance_key.on_trace = note
+
+
 @contextlib.contextmanager
 def counted_keys(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Within this block, each execution of a collective that is traced has a key of its own: shapes may differ."""
@@ -372,6 +382,19 @@ def _set_of_keys(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
     finally:
         for each in keys:
             setattr(each, name, False)
+
+
+def operations_of(strategy: Any) -> Any:
+    """What reduces the values of a strategy's replicas."""
+    return strategy.extended._cross_device_ops
+
+
+def replace_operations(strategy: Any, operations: Any) -> None:
+    """Gives a strategy other operations, wherever it has the present ones."""
+    extended, stock = strategy.extended, operations_of(strategy)
+    extended._cross_device_ops = operations
+    if getattr(extended, "_collective_ops", None) is stock:
+        extended._collective_ops = operations
 
 
 def _launchers(strategy: tf.distribute.Strategy) -> list[Any]:

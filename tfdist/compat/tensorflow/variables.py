@@ -17,7 +17,6 @@ from tensorflow.python.saved_model import save_context
 
 NEEDS = (
     "keras:Variable._value",
-    "keras:Variable._initialize",
     "tensorflow.python.distribute.values:DistributedVariable._distribute_strategy",
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._handle",
@@ -31,14 +30,18 @@ NEEDS = (
     "tensorflow.python.eager.record:stop_recording",
     "tensorflow.python.eager.tape:variable_accessed",
     "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs",
+    "tensorflow.python.ops.resource_variable_ops:variable_accessed",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._lazy_read",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._restore_from_tensors",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._serialize_to_tensors",
-    "tensorflow.python.ops.resource_variable_ops:variable_accessed",
     "tensorflow.python.ops.resource_variable_ops:write_object_proto_for_resource_variable(enforce_naming)",
     "tensorflow.python.saved_model.save_context:in_save_context",
     "tensorflow.python.distribute.values:DistributedVariable",
 )
+
+
+# All variables of TensorFlow but those of several copies.
+ResourceVariable = resource_variable_ops.BaseResourceVariable
 
 
 def tf_variable(variable: Any) -> Any:
@@ -87,7 +90,7 @@ def is_clock_variable(variable: Any) -> bool:
 # There is no public way: `tf.Variable` can't be made while a function is traced, unless it outlives the function.
 
 
-class LocalVariable(resource_variable_ops.BaseResourceVariable):
+class LocalVariable(ResourceVariable):
     """Variable on the default device of the graph that is traced; gets its value anew each time the graph runs.
 
     Args:
