@@ -319,10 +319,10 @@ class Failing(BackupWorkers):
             raise ZeroDivisionError("of my own policy")
         return super()._accepts(replica, local_step)
 
-    def started(self, replica: int, time: float) -> int:
+    def start(self, replica: int, time: float) -> int | None:
         if self.fails_in == "started":
             raise ZeroDivisionError("of my own policy")
-        return super().started(replica, time)
+        return super().start(replica, time)
 
 
 @pytest.mark.parametrize("fails_in", ["arrived", "started"])

@@ -22,7 +22,7 @@ FOR_EVER_SECS = 1e6
 def as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has made no contribution yet."""
     monkeypatch.delenv(delay_hook.VARIABLE, raising=False)
-    monkeypatch.setattr(delay_hook, "_hook", delay_hook._read_environment)
+    monkeypatch.setattr(delay_hook, "installed", delay_hook._read_environment)
     yield
 
 

@@ -32,8 +32,8 @@ def before_contribution(replica: int, attempt: int) -> None:
     Raises:
       ValueError: TFDIST_TEST_DELAYS is invalid.
     """
-    if _hook is not _no_delay:
-        _hook(replica, attempt)
+    if installed is not no_delay:
+        installed(replica, attempt)
 
 
 def install(hook: Hook) -> None:
@@ -42,43 +42,43 @@ def install(hook: Hook) -> None:
     Raises:
       RuntimeError: another hook is installed.
     """
-    global _hook
+    global installed
     with _lock:
-        if _hook not in (_no_delay, _read_environment):
+        if installed not in (no_delay, _read_environment):
             raise RuntimeError("delays are injected already; stop the others first")
-        _hook = hook
+        installed = hook
 
 
 def uninstall(hook: Hook) -> None:
     """Removes `hook`, if it is the installed one."""
-    global _hook
+    global installed
     with _lock:
-        if _hook == hook:
-            _hook = _no_delay
+        if installed == hook:
+            installed = no_delay
 
 
 def clear() -> None:
     """Removes the hook, whichever it is; the environment variable is not read any more."""
-    global _hook
+    global installed
     with _lock:
-        _hook = _no_delay
+        installed = no_delay
 
 
-def _no_delay(replica: int, attempt: int) -> None:
-    pass
+def no_delay(replica: int, attempt: int) -> None:
+    """The hook that does nothing; who sees that it is installed need not call it."""
 
 
 def _read_environment(replica: int, attempt: int) -> None:
     """Installs the delays of the environment variable, if it is set, at the first contribution; then calls the hook."""
-    global _hook
+    global installed
     with _lock:
-        if _hook == _read_environment:
+        if installed == _read_environment:
             if text := os.environ.get(VARIABLE):
                 # Imported by name: runtime must not depend on testing, and a run without the variable doesn't load it.
                 importlib.import_module("tfdist.testing.delay_injection").Delays.from_json(text, VARIABLE).start()
             else:
-                _hook = _no_delay
-    _hook(replica, attempt)
+                installed = no_delay
+    installed(replica, attempt)
 
 
-_hook: Hook = _read_environment
+installed: Hook = _read_environment

@@ -534,8 +534,8 @@ class QuorumServer:
         if report.act == Act.STARTED:
             self._started[worker] = report.step
             # A worker that has not received the last verdict yet starts for a step that is over; that is ignored.
-            if is_current and self._policy.may_start(worker):
-                self._policy.started(worker, now)
+            if is_current:
+                self._policy.start(worker, now)
         elif report.act == Act.ENDED:
             self._started.pop(worker, None)
             if is_current:

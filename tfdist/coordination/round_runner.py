@@ -55,7 +55,6 @@ class RoundRunner:
         say: Callable[[str], object] = _log.say,
     ) -> None:
         self._policy = policy
-        self._may_start: Callable[[int], bool] = policy.may_start
         self._names = list(names)
         self._stall_timeout_secs = stall_timeout_secs
         self._clock = clock
@@ -67,6 +66,8 @@ class RoundRunner:
         self._is_open = False
         # True once all contributions of the update are delivered.
         self._is_complete = False
+        # The policy's: updates are made here.
+        self._step = policy.step
         # For the current update: time of acceptance, and contribution, by replica.
         self._accepted_at: dict[int, float] = {}
         self._delivered: dict[int, Any] = {}
@@ -97,8 +98,12 @@ class RoundRunner:
                 if is_over():
                     return None
                 try:
-                    if (self._is_open or self._starts_ahead) and self._error is None and self._may_start(replica):
-                        return self._policy.started(replica, self._clock())
+                    # Of a synchronous policy, who has contributed to this update waits for the next one.
+                    is_next = self._is_first(replica) if self._starts_ahead else self._is_open
+                    if is_next and self._error is None and replica not in self._accepted_at:
+                        local_step = self._policy.start(replica, self._clock())
+                        if local_step is not None:
+                            return local_step
                 except Exception as error:
                     # The thread goes on, for the next update.
                     self._fail_update(error)
@@ -107,27 +112,26 @@ class RoundRunner:
     def arrive(self, replica: int, local_step: int) -> bool:
         """Notes that `replica` has computed a contribution; returns True if the policy accepts it."""
         with self._lock:
-            if local_step > self._policy.step:
+            if local_step > self._step:
                 return False
+            now = self._last_event = self._clock()
             try:
-                accepted = self._policy.arrived(replica, local_step, self._clock()).accepted
+                accepted = self._policy.arrived(replica, local_step, now).accepted
             except Exception as error:
                 self._fail_update(error)
                 raise
-            self._last_event = self._clock()
             if accepted:
-                self._accepted_at[replica] = self._clock()
+                self._accepted_at[replica] = now
                 self._delivered.pop(replica, None)
             return accepted
 
     def deliver(self, replica: int, local_step: int, contribution: Any) -> None:
         """Hands over an accepted contribution; ignored if it was withdrawn in the meantime."""
         with self._lock:
-            contributors = self._policy.contributors
-            if replica in contributors and local_step == self._policy.step:
+            if replica in self._accepted_at and local_step == self._step:
                 self._delivered[replica] = contribution
                 self._last_event = self._clock()
-                if len(self._delivered) >= len(contributors):
+                if len(self._delivered) >= len(self._accepted_at):
                     self._count_delivered()
                     if self._is_complete:
                         self._collectable.notify_all()
@@ -200,6 +204,10 @@ class RoundRunner:
             self._startable.notify_all()
             self._count_delivered()
             self._collectable.notify_all()
+
+    def _is_first(self, replica: int) -> bool:
+        """Of replicas that start ahead: returns True if `replica` is the next one."""
+        raise NotImplementedError
 
     def wake(self) -> None:
         """Wakes every thread in `start`, which then calls its `is_over`."""
@@ -292,6 +300,7 @@ class RoundRunner:
     def _take(self) -> tuple[list[Any], Update]:
         # Under the same lock as the check, so that no loss of a replica comes in between.
         update = self._policy.updated(self._clock())
+        self._step = update.step
         contributions = [*map(self._delivered.__getitem__, update.contributors)]
         self._delivered.clear()
         self._accepted_at.clear()
@@ -309,7 +318,7 @@ class RoundRunner:
 
     def _count_delivered(self) -> None:
         """Notes if all contributions of an update are delivered, for `collect`."""
-        self._is_complete = self._policy.update_due and self._delivered.keys() >= set(self._policy.contributors)
+        self._is_complete = self._policy.update_due and self._delivered.keys() >= self._accepted_at.keys()
 
     def _forget(self, replica: int) -> None:
         self._is_complete = False

@@ -39,7 +39,6 @@ class StreamRunner(round_runner.RoundRunner):
 
     def __init__(self, policy: Asynchronous, *args: Any, **kwargs: Any) -> None:
         super().__init__(policy, *args, **kwargs)
-        self._may_start = self._is_first
         self._is_updating = False
         # Replicas without data left in this pass over the data.
         self._idle: set[int] = set()

@@ -68,6 +68,9 @@ from tfdist.tables.partitioned_variable import RowPieces
 from tfdist.transforms import ARRIVAL
 from tfdist.transport.bundles import Bundles
 
+# The context of an update in which all workers take part.
+_WHOLE = contextlib.nullcontext()
+
 
 @dataclasses.dataclass(eq=False)
 class _Residence:
@@ -123,7 +126,9 @@ class RoundEngine(Engine):
         self._updates = 0
         self._residence: _Residence | None = None
         self._attempts = [itertools.count() for _ in names]
-        self._reporter = stalls.StallReporter(self._runner.waited_for)
+        # What Keras' thread waits for, with a token of its own; None while it waits for nothing.
+        self._wait: tuple[str, object] | None = None
+        self._reporter = stalls.StallReporter(self._runner.waited_for, progress=lambda: self._wait)
         self._reporter.start()
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
@@ -180,10 +185,11 @@ class RoundEngine(Engine):
 
     def prepared(self, step: Step, handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`."""
-        traced = self._traced(step, handle)
+        traced, make_step = self._traced(step, handle), self.step
+        rebuild = traced.rebuild
 
         def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
-            return traced.rebuild(self.step(traced, iterator))
+            return rebuild(make_step(traced, iterator))
 
         return make
 
@@ -210,30 +216,36 @@ class RoundEngine(Engine):
           tf.errors.OutOfRangeError: the data have ended.
           TimeoutError: too many workers were lost for `stall_timeout_secs`.
         """
-        with self._reporter.waiting("an update"):
+        self._wait = "an update", object()
+        try:
             feed, parts = iterator.feed or iterator.decide(by_chief=False), None
             if isinstance(feed, ChiefFeed):
                 parts = self._next_parts(feed, iterator.element_spec)
                 step.prepare_for_batches()
                 feed.redeem()
             feed.updates += 1
-            with self._phase(step):
-                self._reside(step, iterator, parts)
+            with _WHOLE if self._warmup is None else self._phase(step, self._warmup):
+                present = self._residence
+                if present is None or present.step is not step or present.iterator is not iterator:
+                    self._reside(step, iterator, parts)
+                else:
+                    present.parts = parts
                 try:
                     self._runner.open()
-                    contributions, update = self._collect(step, iterator, parts)
+                    contributions, update = self._runner.collect(functools.partial(self._check, step, iterator, parts))
                 except BaseException:
                     self._runner.discard()
                     raise
                 logs = step.update(contributions)
                 self._updates += 1
+        finally:
+            self._wait = None
         self._on_update(update)
         return logs
 
-    def _phase(self, step: RoundStep) -> contextlib.AbstractContextManager[None]:
+    def _phase(self, step: RoundStep, warmup: Warmup) -> contextlib.AbstractContextManager[None]:
         """Context of one update, in which only the workers of the warmup phase take part."""
-        warmup = self._warmup
-        return contextlib.nullcontext() if warmup is None or warmup.is_over else self._limited(step, warmup)
+        return _WHOLE if warmup.is_over else self._limited(step, warmup)
 
     @contextlib.contextmanager
     def _limited(self, step: RoundStep, warmup: Warmup) -> Iterator[None]:
@@ -251,9 +263,6 @@ class RoundEngine(Engine):
         """Returns the workers' threads to the coordinator, and ends this engine's own thread; may be called again."""
         self.leave()
         self._reporter.stop()
-
-    def _collect(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
-        return self._runner.collect(functools.partial(self._check, step, iterator, parts))
 
     def _check(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
         if coordinator.has_failed(self._engine.coordinator):
@@ -303,10 +312,20 @@ class RoundEngine(Engine):
 
     def _serve(self, residence: _Residence, iterator_on_worker: Any) -> None:
         """Contributes until another function is scheduled; runs in the thread of the closure's worker."""
-        worker = coordinator.thread.worker
-        for local_step in self._started(worker, residence):
+        worker, step, runner = coordinator.thread.worker, residence.step, self._runner
+        attempts, is_over = self._attempts[worker], residence.left.is_set
+        runner.bring_back(worker)
+        while (local_step := runner.start(worker, is_over)) is not None:
             try:
-                self._contribute(residence, worker, local_step, iterator_on_worker)
+                attempt, parts = next(attempts), residence.parts
+                if delay_hook.installed is not delay_hook.no_delay:
+                    delay_hook.before_contribution(worker, attempt)
+                if parts is None:
+                    contribution = step.contribute(iterator_on_worker)
+                else:
+                    contribution = step.contribute_from(parts[worker])
+                if runner.arrive(worker, local_step):
+                    runner.deliver(worker, local_step, step.push(*contribution))
             except Exception as error:
                 if coordinator.is_task_failure(error):
                     self._lose(worker)
@@ -316,26 +335,7 @@ class RoundEngine(Engine):
                 is_end = isinstance(error, tf.errors.OutOfRangeError)
                 if is_end and residence.iterator.feed is not None:
                     residence.iterator.feed.ended = True
-                self._runner.fail(worker, local_step, error, is_end)
-
-    def _started(self, worker: int, residence: _Residence) -> Iterator[int]:
-        """Yields the local step of each gradient that a worker starts, until another function is scheduled."""
-        self._runner.bring_back(worker)
-        while True:
-            local_step = self._runner.start(worker, residence.left.is_set)
-            if local_step is None:
-                return
-            yield local_step
-
-    def _contribute(self, residence: _Residence, worker: int, local_step: int, iterator_on_worker: Any) -> None:
-        parts = residence.parts
-        delay_hook.before_contribution(worker, next(self._attempts[worker]))
-        if parts is None:
-            contribution = residence.step.contribute(iterator_on_worker)
-        else:
-            contribution = residence.step.contribute_from(parts[worker])
-        if self._runner.arrive(worker, local_step):
-            self._runner.deliver(worker, local_step, residence.step.push(contribution))
+                runner.fail(worker, local_step, error, is_end)
 
 
 # Traced functions of a train step whose gradients are aggregated on the parameter servers.
@@ -364,6 +364,8 @@ class RoundStep:
 
     Attributes:
       contribute: computes a contribution from a worker's iterator, on the default device, which is the worker.
+      push: sends a contribution from its worker, the default device, to the parameter servers.
+      rebuild: packs flat logs into what Keras' step returns.
     """
 
     def __init__(
@@ -403,7 +405,9 @@ class RoundStep:
         scope_checks.check_graph(step, self.contribute)
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs]
         self._push = self._trace(self._to_servers, self._specs)
+        self.push: Callable[..., list[tf.Tensor]] = self._push if self._encoding is None else self._counted
         self._packing = Packing()
+        self.rebuild = self._packing.rebuild
         # By the number of contributions.
         self._updates: dict[int, Callable[..., Any]] = {}
         self._update_from(replicas_to_aggregate)
@@ -418,10 +422,6 @@ class RoundStep:
         """The dtypes of the flat logs."""
         return self._packing.dtypes
 
-    def rebuild(self, flat: Sequence[Any]) -> Any:
-        """Packs flat logs into what Keras' step returns."""
-        return self._packing.rebuild(flat)
-
     def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Computes a contribution from a flat batch of the chief, on the default device, which is the worker."""
         if self._from_batch is None:
@@ -434,10 +434,7 @@ class RoundStep:
             specs = tf.nest.flatten(self._spec, expand_composites=True)
             self._from_batch = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
 
-    def push(self, contribution: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sends a contribution from its worker, the default device, to the parameter servers."""
-        if self._encoding is None:
-            return self._push(*contribution)
+    def _counted(self, *contribution: tf.Tensor) -> list[tf.Tensor]:
         *pushed, sent = self._push(*contribution)
         self._encoding.count(coordinator.this_worker(), int(sent.numpy()))
         return pushed

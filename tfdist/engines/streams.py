@@ -21,6 +21,8 @@ and the last steps of the pass change nothing.
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,9 +85,10 @@ class StreamEngine(rounds.RoundEngine):
 
     def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
         """See `RoundEngine.step`."""
-        with self._reporter.waiting("an update"):
+        self._wait = "an update", object()
+        try:
             self._begin(step, iterator)
-            with self._phase(step):
+            with contextlib.nullcontext() if self._warmup is None else self._phase(step, self._warmup):
                 self._reside(step, iterator, None)
                 with self._runner.wanted():
                     try:
@@ -96,6 +99,8 @@ class StreamEngine(rounds.RoundEngine):
                         raise
             if made is None:
                 return self._without_update(iterator)
+        finally:
+            self._wait = None
         update, self._logs = made
         self._redeem(iterator)
         self._on_update(update)
@@ -103,7 +108,7 @@ class StreamEngine(rounds.RoundEngine):
 
     def _update(self, step: RoundStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
         """Makes an update, and returns it with the logs after it; None if no gradient is left."""
-        collected = self._collect(step, iterator, None)
+        collected = self._runner.collect(functools.partial(self._check, step, iterator, None))
         if collected is None:
             return None
         contributions, update = collected
@@ -182,7 +187,8 @@ class StreamEngine(rounds.RoundEngine):
     def _serve(self, residence: Any, iterator_on_worker: Any) -> None:
         worker, feed = coordinator.thread.worker, self._feed
         feed.arrive(worker, iterator_on_worker)
-        for local_step in self._started(worker, residence):
+        self._runner.bring_back(worker)
+        while (local_step := self._runner.start(worker, residence.left.is_set)) is not None:
             try:
                 self._contribute_from(feed, residence.step, worker, local_step)
             except tf.errors.OutOfRangeError:
@@ -205,7 +211,7 @@ class StreamEngine(rounds.RoundEngine):
         # After the variables were read: an earlier delay would not make the gradient stale.
         delay_hook.before_contribution(worker, next(self._attempts[worker]))
         if self._runner.is_wanted(worker, local_step):
-            self._runner.hand_over(worker, local_step, step.push(contribution))
+            self._runner.hand_over(worker, local_step, step.push(*contribution))
         feed.used(worker)
 
 

@@ -6,7 +6,7 @@ one `Aggregation`. The engine calls its methods in this order (base.py documents
 
     begin                     the strategy is built with a number of replicas
     opened                    Keras asks for an update
-      may_start, started      a replica starts a gradient of the current step
+      may_start, started      a replica starts a gradient of the current step; `start` is both
       arrived                 the gradient has arrived: accepted or dropped, with which weight?
       lost, recovered         a replica dies or returns, at any time
       update_due              were enough gradients accepted?

@@ -99,10 +99,10 @@ class Asynchronous(base.Aggregation):
         """Returns True if `replica` takes part, is idle, and a new gradient could be applied within the bound."""
         return self.may_any_start and super().may_start(replica)
 
-    def started(self, replica: int, time: float) -> int:
-        """See `Aggregation.started`."""
-        local_step = super().started(replica, time)
-        if self._bound is not None:
+    def start(self, replica: int, time: float) -> int | None:
+        """See `Aggregation.start`."""
+        local_step = super().start(replica, time)
+        if self._bound is not None and local_step is not None:
             self._in_flight[local_step] = self._in_flight.get(local_step, 0) + 1
         return local_step
 

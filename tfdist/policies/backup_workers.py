@@ -251,8 +251,7 @@ class BackupWorkers(base.Aggregation):
             )
 
     def _accepts(self, replica: int, local_step: int) -> bool:
-        is_wanted = len(self._accepted) < self.replicas_to_aggregate
-        return is_wanted and local_step == self._step and replica not in self._accepted
+        return local_step == self._step and replica not in self._accepted
 
     def _measured(self, replica: int, secs: float) -> None:
         if self._auto:

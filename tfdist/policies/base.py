@@ -192,8 +192,15 @@ class Aggregation(Policy):
         Raises:
           RuntimeError: the replica may not start.
         """
-        if not self.may_start(replica):
+        local_step = self.start(replica, time)
+        if local_step is None:
             raise RuntimeError(f"replica {replica} may not start in step {self._step}: it {self._doing(replica)}")
+        return local_step
+
+    def start(self, replica: int, time: float) -> int | None:
+        """`started` if `replica` may start, else None: one event for a replica that asks and starts at once."""
+        if not self.may_start(replica):
+            return None
         self._started.pop(replica, None)
         self._started[replica] = None
         self._computing[replica] = Computation(replica, self._step, time, self._held_secs.started(replica, time))
@@ -215,16 +222,16 @@ class Aggregation(Policy):
 
         A gradient whose start is unknown is dropped: its replica was lost in the meantime.
         """
-        staleness = self._step - local_step
+        staleness, needed = self._step - local_step, self.replicas_to_aggregate
         computation = self._end_computing(replica, local_step, time)
-        if computation is None or not self._accepts(replica, local_step):
+        if computation is None or len(self._accepted) >= needed or not self._accepts(replica, local_step):
             self._drop(replica, computation, time)
             if computation and staleness == 0:
                 self._surplus.add(replica)
             return Arrival(False, staleness, 0.0)
         self._accepted[replica] = Delivered(local_step, self._number, computation, time)
         self._number += 1
-        if self.update_due:
+        if len(self._accepted) >= needed:
             self._due_at = time
         return Arrival(True, staleness, 1.0, self._number - 1)
 
@@ -234,23 +241,19 @@ class Aggregation(Policy):
         Raises:
           RuntimeError: no update was due.
         """
-        if not self.update_due:
+        if not self._total or len(self._accepted) < self.replicas_to_aggregate:
             raise RuntimeError(
                 f"no update was due in step {self._step}: it has {len(self._accepted)} of "
                 f"{self.replicas_to_aggregate if self._total else 'unknown'} gradients"
             )
-        accepted, self._accepted = self._accepted, {}
-        return self._stepped_with(
-            time,
-            # `Delivered.ended`, without two calls for each.
-            [
-                Contribution(
-                    each.replica, each.start, time, Outcome.ACCEPTED, self._step - each.local_step, 1.0, each.held
-                )
-                for _, _, each, time in accepted.values()
-            ],
-            numbers=[number for _, number, _, _ in accepted.values()],
-        )
+        # `Delivered.ended`, without two calls for each.
+        ended, numbers = [], []
+        for _, number, of, arrival in self._accepted.values():
+            staleness = self._step - of.local_step
+            ended.append(Contribution(of.replica, of.start, arrival, Outcome.ACCEPTED, staleness, 1.0, of.held))
+            numbers.append(number)
+        self._accepted = {}
+        return self._stepped_with(time, ended, numbers)
 
     def lost(self, replica: int, time: float) -> None:
         """Notes that `replica` died, and withdraws its gradient from this step's update.
@@ -315,7 +318,7 @@ class Aggregation(Policy):
         if computation is None or computation.local_step != local_step:
             return None
         del self._computing[replica]
-        self._held_secs.delivered(replica, time)
+        self._held_secs.idle_since[replica] = time
         self._measured(replica, time - computation.start)
         return computation
 
@@ -386,7 +389,7 @@ class Aggregation(Policy):
             )
 
     def _accepts(self, replica: int, local_step: int) -> bool:
-        """Returns True if the gradient that has just arrived from a living replica enters the update."""
+        """Returns True if the gradient that has just arrived from a living replica enters the update that needs one."""
         raise NotImplementedError
 
     def _measured(self, replica: int, secs: float) -> None:

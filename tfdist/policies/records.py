@@ -133,26 +133,25 @@ class Update:
 
 
 class HeldSecs:
-    """Adds up, for each replica, the time in which it had delivered a gradient and had not started the next one."""
+    """Adds up, for each replica, the time in which it had delivered a gradient and had not started the next one.
+
+    Attributes:
+      idle_since: for each idle replica, when its last gradient arrived; to be written when one does.
+    """
 
     def __init__(self) -> None:
-        # Replica -> arrival time of its last gradient, while the replica is idle.
-        self._idle_since: dict[int, float] = {}
+        self.idle_since: dict[int, float] = {}
         # Replica -> idle seconds since the last update; and since its last gradient was delivered.
         self._held: dict[int, float] = {}
         self._before_start: dict[int, float] = {}
 
     def opened(self, time: float) -> None:
         """Notes that Keras asked for an update. Idle time before doesn't count: no update was wanted."""
-        self._idle_since = dict.fromkeys(self._idle_since, time)
-
-    def delivered(self, replica: int, time: float) -> None:
-        """Notes that `replica` has delivered a gradient and is idle."""
-        self._idle_since[replica] = time
+        self.idle_since = dict.fromkeys(self.idle_since, time)
 
     def started(self, replica: int, time: float) -> float:
         """Notes that `replica` starts a gradient; returns for how long it was held back before."""
-        since = self._idle_since.pop(replica, None)
+        since = self.idle_since.pop(replica, None)
         if since is not None:
             self._held[replica] = self._held.get(replica, 0.0) + time - since
             return self._before_start.pop(replica, 0.0) + time - since
@@ -160,14 +159,14 @@ class HeldSecs:
 
     def forget(self, replica: int) -> None:
         """Notes that the gradient of `replica` was withdrawn."""
-        self._idle_since.pop(replica, None)
+        self.idle_since.pop(replica, None)
         self._before_start.pop(replica, None)
 
     def updated(self, time: float, total_num_replicas: int) -> tuple[float, ...]:
         """Returns the seconds of each replica since the previous update, and begins anew."""
         held, self._held = self._held, {}
-        for replica, since in self._idle_since.items():
-            self._idle_since[replica] = time
+        for replica, since in self.idle_since.items():
+            self.idle_since[replica] = time
             held[replica] = held.get(replica, 0.0) + time - since
             self._before_start[replica] = self._before_start.get(replica, 0.0) + time - since
         return (*map(held.get, range(total_num_replicas), itertools.repeat(0.0)),)
@@ -177,9 +176,6 @@ class NoHeldSecs(HeldSecs):
     """Measures nothing, so that no event takes time per idle replica."""
 
     def opened(self, time: float) -> None:
-        """Does nothing."""
-
-    def delivered(self, replica: int, time: float) -> None:
         """Does nothing."""
 
     def started(self, replica: int, time: float) -> float:

@@ -11,6 +11,7 @@ under any key, or compute with it:
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -203,14 +204,17 @@ class Packing:
 
     def unpack(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
         """Fetches the tensors that `pack` returned; returns the values of the flat result, in order."""
-        values = [output.numpy() for output in outputs]
+        values = [*map(operator.methodcaller("numpy"), outputs)]
         flat: list[Any] = [None] * len(self.dtypes)
         packed = len(self._scalars)
         for vector, positions in zip(values[:packed], self._scalars.values(), strict=True):
             for value, position in zip(vector, positions, strict=True):
                 flat[position] = value
         rest = iter(values[packed:])
-        return [next(rest) if value is None else value for value in flat]
+        for position, value in enumerate(flat):
+            if value is None:
+                flat[position] = next(rest)
+        return flat
 
     def rebuild(self, flat: Sequence[Any]) -> Any:
         """Returns the structure that was packed, with these values for its tensors."""
@@ -220,10 +224,10 @@ class Packing:
             tensor.set_shape(shape) if not tf.executing_eagerly() else None
             tensors.append(tensor)
         supply = iter(tensors)
-        leaves = [
-            next(supply) if tf.is_tensor(leaf) else leaf
-            for leaf in tf.nest.flatten(self._result, expand_composites=True)
-        ]
+        leaves = tf.nest.flatten(self._result, expand_composites=True)
+        for position, leaf in enumerate(leaves):
+            if tf.is_tensor(leaf):
+                leaves[position] = next(supply)
         return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
 
 
