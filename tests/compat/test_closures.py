@@ -57,7 +57,8 @@ def test_the_coordinator_has_one_cluster_with_one_queue() -> None:
 
 def test_what_can_not_be_mended_stands_in_the_queue_and_is_raised_once() -> None:
     queue = cluster_coordinator._CoordinatedClosureQueue()
-    coordinator = SimpleNamespace(_cluster=SimpleNamespace(closure_queue=queue))
+    coordinator = object.__new__(cluster_coordinator.ClusterCoordinator)
+    coordinator._cluster = SimpleNamespace(closure_queue=queue, done=queue.done, stop=queue.stop)
     assert not has_failed(coordinator)
     queue.put(SimpleNamespace(mark_cancelled=lambda: None))
     queue.get()

@@ -22,7 +22,10 @@ from tfdist.compat import versions
 pytestmark = pytest.mark.devices
 
 COMPAT = pathlib.Path(versions.__file__).parent
-TREES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(COMPAT.glob("*.py"))}
+TREES = {
+    ".".join(path.relative_to(COMPAT).with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(COMPAT.rglob("*.py"))
+}
 BUILD = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)"
 
 

@@ -441,7 +441,7 @@ class DataPosition:
         self._num_iterators = self._num_iterators_before = 0
         # Data set of the next iterator, once, in place of the whole data set.
         self._next: Any = None
-        self._first_epoch = fit.first_epoch_of(model)
+        self._first_epoch = calls.first_epoch_of(model)
         self._epochs.replace_data(self._counting)
 
     @property
@@ -478,7 +478,7 @@ class DataPosition:
         """
         self._check_length(place)
         self._epochs.num_batches = place.num_batches
-        fit.begin_with_epoch(self._model, place.epoch)
+        calls.begin_with_epoch(self._model, place.epoch)
         is_between = not place.batches
         before = place.num_iterators - (0 if is_between else 1) - self._num_passes()
         rest = self._rest(max(0, before), place.batches)
@@ -496,7 +496,7 @@ class DataPosition:
 
     def began(self) -> None:
         """Restores the model's initial epoch for a later `fit`, once this one has begun its first epoch."""
-        fit.begin_with_epoch(self._model, self._first_epoch)
+        calls.begin_with_epoch(self._model, self._first_epoch)
 
     def _check_length(self, place: Place) -> None:
         known = self._epochs.num_batches_given

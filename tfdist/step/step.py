@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfdist import _log
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, models
-from tfdist.compat.tensorflow import graphs, python_operation
+from tfdist.compat.tensorflow import python_operation
 from tfdist.passes import handle as handles
 
 _KINDS = {"train_step": "train", "test_step": "test"}
@@ -183,8 +183,8 @@ def check_for_workers(step: Step, asynchronous: bool) -> None:
     Raises:
       ValueError: The model was compiled with something that has no meaning here.
     """
-    model, is_of_model = step.model, step.kind in ("train", "test")
-    if (is_of_model and model.jit_compile) or graphs.is_compiled_by_xla(step.function):
+    model: Any = None if step.kind == "other" else step.model_in_use
+    if model is not None and model.jit_compile:
         raise ValueError(
             "jit_compile=True cannot hold under ParameterServerStrategy: the variables are on other machines, where "
             "XLA can't reach them. "

@@ -131,7 +131,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         epoch_iterator = calls.epochs_being_made()
         check_fixed_sizes(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
         dataset = inputs.untuned(dataset, epoch_iterator)
-        distributed = inputs.unread_left_out(self._distributed(dataset, options), epoch_iterator)
+        distributed = self._distributed(dataset, options)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
 
     def _distributed(self, dataset: Any, options: Any = None) -> Any:

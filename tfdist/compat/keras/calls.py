@@ -33,6 +33,7 @@ from tfdist.compat.tensorflow import replicas
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator",
     "keras.src.utils.traceback_utils:filter_traceback",
+    "keras:Model._initial_epoch",
 )
 
 # The class that has `fit`: all models inherit it, and so may layers. Keras exports no name for it.
@@ -178,6 +179,16 @@ def predicting_model() -> Any:
 def epochs_being_made() -> Any:
     """Keras' iterator over epochs that is being made in this thread, and asks for its data; or None."""
     return _making_epochs.iterator
+
+
+def first_epoch_of(model: keras.Model) -> int | None:
+    """The epoch that the next `fit` of a model begins with, if it was set; a callback may set it for a running one."""
+    return getattr(model, "_initial_epoch", None)
+
+
+def begin_with_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Sets that epoch."""
+    model._initial_epoch = epoch
 
 
 class _MakingEpochs(threading.local):

@@ -31,8 +31,8 @@ NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.data_adapter",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_execution",
-    "keras:Model._initial_epoch",
     "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
+    "keras.src.trainers.epoch_iterator:EpochIterator",
     "keras.src.utils.traceback_utils:_EXCLUDED_PATHS",
 )
 
@@ -41,6 +41,11 @@ _INTERRUPTED = (
     "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at least "
     "`steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your dataset."
 )
+
+
+def data_of(iterator: Any) -> Any:
+    """The distributed data set that an epoch iterator of Keras iterates over."""
+    return iterator._distributed_dataset
 
 
 class EpochIterator:
@@ -68,7 +73,7 @@ class EpochIterator:
     @property
     def dataset(self) -> Any:
         """The distributed data set that it iterates over."""
-        return self._iterator._distributed_dataset
+        return data_of(self._iterator)
 
     @property
     def num_batches_given(self) -> int | None:
@@ -156,16 +161,6 @@ class EpochIterator:
             epochs._current_iterator = iter(epochs._get_iterator())
             epochs._steps_seen = 0
         epochs.data_adapter.on_epoch_end()
-
-
-def first_epoch_of(model: keras.Model) -> int | None:
-    """The epoch that the next `fit` of a model begins with, if it was set; a callback may set it for a running one."""
-    return getattr(model, "_initial_epoch", None)
-
-
-def begin_with_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Sets that epoch."""
-    model._initial_epoch = epoch
 
 
 # Replaces how a running `fit` makes the logs of an epoch, when the epoch ends and before callbacks and validation.

@@ -1,41 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows Keras' layers while they are made, and while they open their name scope to be built or called.
+"""Follows Keras' layers while they are made and built, and its variables while they are created.
 
-There is no public way: Keras has hooks at neither moment for layers of other people's classes. Both methods are
-replaced once in a process, for all who follow.
+There is no public way: Keras has no hook for layers of other people's classes. `keras.Layer.__new__` is replaced, once
+in a process, for all who follow; there Keras gives each layer a `build` of its own, which may be replaced again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.backend.common import global_state
 
 from tfdist.compat import patching
 
-NEEDS = ("keras.src.layers.layer:Layer._open_name_scope",)
+NEEDS = (
+    "keras.src.backend.common.global_state:get_global_attribute",
+    "keras:Variable._deferred_initialize",
+)
 
 Made = Callable[[keras.Layer], object]
-Around = Callable[[keras.Layer], contextlib.AbstractContextManager | None]
 
 _made: list[Made] = []
-_around: list[Around] = []
+_DEFERRED = "uninitialized_variables"
+_CREATE = "_deferred_initialize"
 
 
 def after_making(note: Made) -> None:
-    """Calls `note` with each layer that is made from now on; a function is added once."""
+    """Calls `note` with each layer that is made from now on, before its `__init__`; a function is added once."""
     if note not in _made:
         _made.append(note)
     patching.once(keras.Layer, "__new__", _making)
 
 
-def around_name_scope(make: Around) -> None:
-    """Enters what `make` returns for a layer, if anything, around its name scope; a function is added once."""
-    if make not in _around:
-        _around.append(make)
-    patching.once(keras.Layer, "_open_name_scope", _opening)
+def around_build(layer: keras.Layer, make: Callable[[], contextlib.AbstractContextManager]) -> None:
+    """Enters what `make` returns around the building of this layer, and around the creation of what it declares."""
+    build = layer.build
+
+    @functools.wraps(build)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        count = len(deferred())
+        with make():
+            build(*args, **kwargs)
+        for variable in deferred()[count:]:
+            around_deferred(variable, make)
+
+    patching.put(layer, "build", within)
 
 
 def _making(original: Any) -> Any:
@@ -49,17 +62,27 @@ def _making(original: Any) -> Any:
     return new
 
 
-def _opening(original: Any) -> Any:
-    def open_name_scope(self: Any) -> Any:
-        contexts = [context for make in _around if (context := make(self)) is not None]
-        return _entered(contexts, original(self)) if contexts else original(self)
-
-    return open_name_scope
+def of_thread(name: str) -> Any:
+    """What Keras keeps under a name for this thread; None if it keeps nothing."""
+    return global_state.get_global_attribute(name)
 
 
-@contextlib.contextmanager
-def _entered(contexts: list[contextlib.AbstractContextManager], scope: Any) -> Iterator[Any]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield stack.enter_context(scope)
+def deferred() -> list[Any]:
+    """The variables that Keras has declared in this thread, and creates later."""
+    return of_thread(_DEFERRED) or []
+
+
+def around_deferred(
+    variable: keras.Variable, make: Callable[[], contextlib.AbstractContextManager], after: Callable[[], object] = bool
+) -> None:
+    """Enters what `make` returns around the creation of a declared variable, and calls `after` when that is done."""
+    create = variable._deferred_initialize
+
+    def create_within() -> None:
+        if _CREATE in vars(variable):
+            patching.remove(variable, _CREATE)
+        with make():
+            create()
+        after()
+
+    patching.put(variable, _CREATE, create_within)

@@ -13,16 +13,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
-from keras.src.backend.common import global_state, variables
+from keras.src.backend.common import variables
 
 from tfdist.compat import patching
-from tfdist.compat.keras import calls
+from tfdist.compat.keras import calls, fit, layers
 from tfdist.compat.tensorflow import graphs
 
 NEEDS = (
-    "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
     "keras.src.backend:compute_output_spec",
     "keras.src.trainers.trainer:Trainer._compile_loss",
     "keras.src.trainers.trainer:Trainer._compile_metrics",
@@ -66,7 +64,7 @@ def _left_to_strategy(original: Callable[..., None]) -> Callable[..., None]:
             return
         call = calls.current()
         step = "test_step" if call is not None and call.kind in ("evaluate", "test_on_batch") else "train_step"
-        build_model(self, data_batch if iterator is None else iterator._distributed_dataset, step)
+        build_model(self, data_batch if iterator is None else fit.data_of(iterator), step)
 
     return build_before_call
 
@@ -110,11 +108,11 @@ def name_scopes_closed() -> Iterator[None]:
     Keras leaves one open whose name is refused by a graph of TensorFlow's: "__net", of a model of a class `_Net`. All
     layers that are made later would have it in their paths.
     """
-    count = len(global_state.get_global_attribute(_NAME_SCOPES) or [])
+    count = len(layers.of_thread(_NAME_SCOPES) or [])
     try:
         yield
     finally:
-        del (global_state.get_global_attribute(_NAME_SCOPES) or [])[count:]
+        del (layers.of_thread(_NAME_SCOPES) or [])[count:]
 
 
 def has_unbuilt_metrics(model: keras.Model) -> bool:
@@ -207,9 +205,6 @@ def _symbolic(leaf: Any) -> Any:
 # made in it for itself. Keras makes variables that it deferred in a `keras.StatelessScope` outside of any scope.
 
 
-_DEFERRED = "uninitialized_variables"
-
-
 def trace_scratch(
     make: Callable[[], contextlib.AbstractContextManager], function: Callable[..., Any], specs: Any
 ) -> Any:
@@ -231,7 +226,7 @@ def trace_scratch(
         with tf.init_scope(), make():
             return next_creator(**kwargs)
 
-    error, count = None, _num_deferred()
+    error, count = None, len(layers.deferred())
     try:
         with (
             name_scopes_closed(),
@@ -242,14 +237,10 @@ def trace_scratch(
             function(*tf.nest.map_structure(_placeholder, specs))
     except Exception as raised:
         error = raised
-    made += _num_deferred() - count
+    made += len(layers.deferred()) - count
     with tf.init_scope(), make():
         variables.initialize_all_variables()
     return made, error
-
-
-def _num_deferred() -> int:
-    return len(global_state.get_global_attribute(_DEFERRED) or [])
 
 
 def _placeholder(spec: Any) -> Any:

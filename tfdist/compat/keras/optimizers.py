@@ -318,8 +318,13 @@ def ema_overwrite(optimizer: Any, overwrite: Callable[[Sequence[Any]], None]) ->
 def without_merge_call(optimizer: Any) -> list[tuple[Any, str, Any]]:
     """Changes, for `patched_attributes`, by which `apply` of one replica does without the others: nothing is summed."""
     # The other way of loss scaling has all replicas apply together, in threads that can't meet in a conditional.
+    return [*without_all_reduce(optimizer), *scaling_alone(optimizer)]
+
+
+def scaling_alone(optimizer: Any) -> list[tuple[Any, str, Any]]:
+    """Changes, for `patched_attributes`, by which loss scaling applies without asking for replicas."""
     scaling = [each for each in parts_of(optimizer) if hasattr(each, "inner_optimizer")]
-    return [*without_all_reduce(optimizer), *((each, "_tf_apply", each._common_apply) for each in scaling)]
+    return [(each, "_tf_apply", each._common_apply) for each in scaling]
 
 
 def clips(optimizer: Any) -> bool:

@@ -20,15 +20,12 @@ from tfdist.compat.keras import layers
 from tfdist.compat.tensorflow import replicas, variables
 
 NEEDS = (
-    "keras:Variable._initialize",
     "tensorflow.python.pywrap_tfe:TFE_Py_RegisterGradientFunction",
     "tensorflow.python.eager.backprop:_gradient_function(op_name, attr_tuple, num_inputs, inputs, outputs, out_grads)",
 )
 
 
 _PART = "_tfdist_part"
-# Of a Keras variable, whose TensorFlow variable is made later while Keras builds a model symbolically.
-_WANTED = "_tfdist_wanted_part"
 _MASK = "_keras_mask"
 _part_of: weakref.WeakKeyDictionary[keras.Layer, int] = weakref.WeakKeyDictionary()
 
@@ -52,10 +49,7 @@ def allow_placed_layers() -> None:
     """Makes layers that are created in `placed` from now on keep their part."""
     place_gradients()
     layers.after_making(_remember)
-    layers.around_name_scope(_around_placed)
     patching.once(keras.Layer, "__call__", _calling)
-    patching.once(keras.Variable, "__init__", _noting)
-    patching.once(keras.Variable, "_initialize", _initializing)
 
 
 @contextlib.contextmanager
@@ -88,11 +82,17 @@ def creating(part: int | None) -> Iterator[None]:
         return variable
 
     before, _thread.creating = _thread.creating, part
+    count = len(layers.deferred())
     try:
         with tf.variable_creator_scope(create):
             yield
     finally:
         _thread.creating = before
+        for variable in layers.deferred()[count:]:
+            # Of those that were declared in a block within this one, that has the part.
+            if patching.of(variable, _PART) is None:
+                patching.put(variable, _PART, part)
+                layers.around_deferred(variable, functools.partial(_initializing, part))
 
 
 def current() -> int | None:
@@ -102,6 +102,8 @@ def current() -> int | None:
 
 def place(layer: keras.Layer, part: int) -> None:
     """Gives a layer its part."""
+    if layer not in _part_of:
+        layers.around_build(layer, functools.partial(_around_placed, weakref.ref(layer)))
     _part_of[layer] = part
 
 
@@ -151,24 +153,12 @@ def _replica() -> int:
 def _remember(layer: keras.Layer) -> None:
     # Models of layers run these where the layers are.
     if _thread.making is not None and not isinstance(layer, keras.Sequential):
-        _part_of[layer] = _thread.making
+        place(layer, _thread.making)
 
 
-def _noting(original: Any) -> Any:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _thread.creating is not None:
-            patching.put(self, _WANTED, _thread.creating)
-        original(self, *args, **kwargs)
-
-    return init
-
-
-def _initializing(original: Any) -> Any:
-    def initialize(self: Any, value: Any) -> None:
-        with creating(patching.of(self, _WANTED) if _thread.creating is None else None):
-            original(self, value)
-
-    return initialize
+def _initializing(part: int) -> contextlib.AbstractContextManager:
+    """The context of a variable that was declared in `creating`, unless it is made there."""
+    return creating(part if _thread.creating is None else None)
 
 
 def _device(part: int) -> str | None:
@@ -184,9 +174,9 @@ def _device(part: int) -> str | None:
     return parts.groups[_replica()][part] if is_on_replica else None
 
 
-def _around_placed(layer: keras.Layer) -> contextlib.AbstractContextManager | None:
-    part = _part_of.get(layer)
-    return None if part is None else _placed_scope(part)
+def _around_placed(layer: weakref.ref[keras.Layer]) -> contextlib.AbstractContextManager:
+    part = _part_of.get(layer())
+    return contextlib.nullcontext() if part is None else _placed_scope(part)
 
 
 @contextlib.contextmanager
@@ -198,12 +188,13 @@ def _placed_scope(part: int) -> Iterator[None]:
 def _calling(original: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         part = _part_of.get(self)
-        device = None if part is None else _device(part)
-        if device is None:
+        if part is None:
             return original(self, *args, **kwargs)
-        # The gradient of an operation is computed on the device of its inputs.
-        args, kwargs = tf.nest.map_structure(lambda leaf: _moved(leaf, device), (args, kwargs))
-        return original(self, *args, **kwargs)
+        if device := _device(part):
+            # The gradient of an operation is computed on the device of its inputs.
+            args, kwargs = tf.nest.map_structure(lambda leaf: _moved(leaf, device), (args, kwargs))
+        with _placed_scope(part):
+            return original(self, *args, **kwargs)
 
     return call
 

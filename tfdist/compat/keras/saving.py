@@ -34,7 +34,6 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from tensorflow.python.checkpoint import checkpoint
@@ -43,25 +42,21 @@ from tensorflow.python.saved_model import save
 
 from tfdist import _log
 from tfdist.compat import patching
-from tfdist.compat.keras import calls
-from tfdist.compat.tensorflow import variables
+from tfdist.compat.keras import calls, layers
+from tfdist.compat.tensorflow import graphs, variables
 
 NEEDS = (
     "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5(model, filepath)",
     "keras.src.saving.saving_lib:save_model(model, filepath)",
     "keras.src.saving.saving_lib:save_weights_only(model, filepath)",
-    "keras:Model._initial_epoch",
     "keras:callbacks.BackupAndRestore._save_model",
     "keras:callbacks.BackupAndRestore._weights_path",
     "keras:callbacks.ModelCheckpoint._get_file_path(epoch, batch, logs)",
     "keras:callbacks.ModelCheckpoint._save_model(epoch, batch, logs)",
-    "keras.src.backend.common.global_state:set_global_attribute",
-    "keras.src.saving.saving_lib:get_attr_skipset",
     "keras:Variable._export_to_saved_model_graph(object_map)",
     "tensorflow.python.saved_model.save:_build_meta_graph(meta_graph_def)",
     "tensorflow.python.checkpoint.checkpoint:TrackableSaver.restore(save_path)",
     "tensorflow.python.checkpoint.checkpoint:TrackableSaver.save(file_prefix)",
-    "keras:Variable._deferred_initialize",
     "tensorflow.python.checkpoint.restore:CheckpointPosition._restore_descendants",
     "tensorflow.python.checkpoint.restore:CheckpointPosition._single_restore(self)",
     "tensorflow.python.checkpoint.restore:CheckpointPosition.trackable",
@@ -350,10 +345,15 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
         has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), *what)
         if has_backup and model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        find_saved_attributes()
+
+        def restore() -> int | None:
+            # To load a file, Keras makes an optimizer to compare with: in the scope, its variables need all workers.
+            graphs.call_outside(original, callback, logs)
+            return calls.first_epoch_of(model)
+
         # Only the chief reads, so that all workers continue from the same state, whichever files each of them sees.
-        epoch = agreement.from_chief(lambda: (original(callback, logs), model._initial_epoch)[1], *what)
-        model._initial_epoch = epoch
+        epoch = agreement.from_chief(restore, *what)
+        calls.begin_with_epoch(model, epoch)
         if has_backup:
             model.distribute_strategy.distribution.broadcast(_state(model))
         return None
@@ -443,23 +443,6 @@ def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> No
 
 def _without_first(method: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
     return method(*args, **kwargs)
-
-
-# Makes Keras find out, on all workers together, which attributes it leaves out when it saves and loads.
-#
-# Keras makes an optimizer, among others, for that whenever it loads a file. It keeps the table under another name than
-# it looks for. If the chief alone loads in the strategy's scope, the other workers don't take part in making the
-# optimizer's variables. Then the chief waits for ever. The table has no public name.
-
-
-_KINDS = ("Layer", "Functional", "Sequential", "Metric", "Optimizer", "Loss", "Cross", "Feature")
-
-
-def find_saved_attributes() -> None:
-    """Fills Keras' table; all workers call this at the same place."""
-    for kind in _KINDS:
-        with contextlib.suppress(ValueError):  # a kind that this version of Keras does not have
-            global_state.set_global_attribute(f"saving_attr_skiplist_{kind}", saving_lib.get_attr_skipset(kind))
 
 
 # Makes workers wait for a file that they load before the chief has saved it, and say why it never appears.
@@ -739,7 +722,6 @@ _WAITING = "_tfdist_waiting_restores"
 def wait_for_variables() -> None:
     """Makes restores wait for the variables that Keras has declared. The replaced methods stay replaced."""
     patching.once(checkpoint_restore.CheckpointPosition, "_single_restore", _restoring)
-    patching.once(keras.Variable, "_deferred_initialize", _creating)
 
 
 def _restoring(original: Any) -> Any:
@@ -747,21 +729,20 @@ def _restoring(original: Any) -> Any:
         variable = self.trackable
         if not isinstance(variable, keras.Variable) or variables.tf_variable(variable) is not None:
             return original(self)
-        patching.setdefault(variable, _WAITING, list).append(self)
+        waiting = patching.of(variable, _WAITING)
+        if waiting is None:
+            patching.put(variable, _WAITING, waiting := [])
+            layers.around_deferred(variable, contextlib.nullcontext, functools.partial(_restore_waiting, variable))
+        waiting.append(self)
         # Restore operations, tensors, Python state and registered savers.
         return (), {}, (), {}
 
     return single_restore
 
 
-def _creating(original: Any) -> Any:
-    def deferred_initialize(self: Any) -> None:
-        original(self)
-        waiting = patching.of(self, _WAITING)
-        if waiting:
-            patching.remove(self, _WAITING)
-            with tf.init_scope():
-                for position in waiting:
-                    position._restore_descendants()
-
-    return deferred_initialize
+def _restore_waiting(variable: keras.Variable) -> None:
+    waiting = patching.of(variable, _WAITING)
+    patching.remove(variable, _WAITING)
+    with tf.init_scope():
+        for position in waiting:
+            position._restore_descendants()

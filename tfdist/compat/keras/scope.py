@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import sysconfig
@@ -16,7 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from tensorflow.python.distribute import values
 from tensorflow.python.eager import backprop
 
 from tfdist.compat import patching
@@ -25,16 +25,10 @@ from tfdist.compat.tensorflow import graphs, replicas, variables
 
 NEEDS = (
     "keras:Variable._initialize",
-    "keras.src.backend.common.global_state:get_global_attribute",
     "keras.src.backend.common.global_state:set_global_attribute",
     "keras.src.random.seed_generator:global_seed_generator",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distribution_strategy",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._variables",
-    "keras:optimizers.LossScaleOptimizer._common_apply",
-    "keras:optimizers.LossScaleOptimizer._tf_apply",
     "tensorflow.python.distribute.values:DistributedVariable._get_on_device_or_primary",
-    "tensorflow.python.distribute.values:Mirrored",
-    "tensorflow.python.distribute.values:PerReplica",
     "tensorflow.python.eager.backprop:_handle_or_self",
 )
 
@@ -165,7 +159,6 @@ def _line() -> str:
 
 
 _redirecting: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()
-_made_in: weakref.WeakKeyDictionary[keras.Layer, Any] = weakref.WeakKeyDictionary()
 
 
 def build_in_scope(
@@ -180,19 +173,18 @@ def build_in_scope(
     """
     _redirecting[strategy] = redirect
     layers.after_making(_remember_scope)
-    layers.around_name_scope(_around_building)
 
 
 def _remember_scope(layer: keras.Layer) -> None:
     strategy = tf.distribute.get_strategy()
     if strategy in _redirecting:
-        _made_in[layer] = weakref.ref(strategy)
+        layers.around_build(layer, functools.partial(_around_building, weakref.ref(strategy)))
 
 
-def _around_building(layer: keras.Layer) -> contextlib.AbstractContextManager | None:
-    strategy = None if layer.built else _made_in.get(layer, lambda: None)()
+def _around_building(made_in: weakref.ref[tf.distribute.Strategy]) -> contextlib.AbstractContextManager:
+    strategy = made_in()
     is_elsewhere = strategy is not None and tf.distribute.get_strategy() is not strategy
-    return _redirecting[strategy](strategy) if is_elsewhere else None
+    return _redirecting[strategy](strategy) if is_elsewhere else contextlib.nullcontext()
 
 
 # Gives replicas the seed generator of the thread that runs them, for `keras.random` without a seed.
@@ -210,12 +202,12 @@ _COPY = "_tfdist_global_seeds"
 
 def is_global_seed_made() -> bool:
     """Returns True if Keras has made the generator in this thread."""
-    return global_state.get_global_attribute(_NAME) is not None
+    return layers.of_thread(_NAME) is not None
 
 
 def carrying_global_seed(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function, which finds the generator of the thread that calls this in any other thread."""
-    generator = global_state.get_global_attribute(_NAME)
+    generator = layers.of_thread(_NAME)
     # A worker may have drawn alone, and making a variable takes all workers. And TensorFlow knows a `tf.function` by
     # its type.
     is_traced_apart = isinstance(function, tf.types.experimental.PolymorphicFunction)
@@ -232,7 +224,7 @@ def carrying_global_seed(strategy: tf.distribute.Strategy, function: Callable[..
 
 @tf.autograph.experimental.do_not_convert
 def _adopt(generator: keras.random.SeedGenerator) -> None:
-    if global_state.get_global_attribute(_NAME) is None:
+    if layers.of_thread(_NAME) is None:
         global_state.set_global_attribute(_NAME, generator)
 
 
@@ -325,7 +317,6 @@ def allow_loops_without_run(
     base = next(each for each in keras.optimizers.Optimizer.__mro__ if "apply" in vars(each))
     for owner in (base, keras.optimizers.LossScaleOptimizer):
         patching.once(owner, "apply", _applying)
-    patching.once(keras.optimizers.LossScaleOptimizer, "_tf_apply", _applying_if_finite)
     patching.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
     patching.once(keras.optimizers.LossScaleOptimizer, "build", _building)
     patching.once(backprop, "_handle_or_self", _handle_or_self)
@@ -347,7 +338,7 @@ def take_over(strategy: Any, optimizer: Any) -> None:
     for each in optimizers.parts_of(optimizer):
         if each.built or each._distribution_strategy is not replicas.default_strategy():
             continue
-        for variable in each._variables:
+        for variable in each.variables:
             move_variable(strategy, variable)
         # Past Keras' own __setattr__, which tracks values.
         object.__setattr__(each, "_distribution_strategy", strategy)
@@ -379,7 +370,8 @@ def _applying(original: Any) -> Any:
         take_over(strategy, self)
         if self._distribution_strategy is not strategy:
             return original(self, grads, variables)
-        with checked_apply(strategy):
+        # In the scope there are no replicas that could apply together.
+        with checked_apply(strategy), optimizers.patched_attributes(optimizers.scaling_alone(self)):
             if not self.built and variables is not None:
                 with tf.init_scope(), strategy.scope():
                     self.build(variables)
@@ -403,7 +395,11 @@ def checked_apply(strategy: Any) -> Iterator[None]:
 def _strategy_of(variable: Any) -> Any:
     value = variables.tf_variable(variable)
     # A single copy, which a replica may train alone, has the attribute too.
-    return variables.strategy_of(value) if isinstance(value, values.DistributedVariable) else None
+    return variables.strategy_of(value) if _has_copies(value) else None
+
+
+def _has_copies(variable: Any) -> bool:
+    return isinstance(variable, tf.Variable) and isinstance(variable, tf.distribute.DistributedValues)
 
 
 def _strategy_of_replica() -> Any:
@@ -423,7 +419,7 @@ def _same_on_all(optimizer: Any, strategy: Any, grads: list[Any]) -> list[Any]:
     Raises:
       RuntimeError: They are those of each replica, by which each copy of a variable would be updated otherwise.
     """
-    if any(isinstance(grad, values.PerReplica) for grad in grads):
+    if any(isinstance(grad, tf.types.experimental.distributed.PerReplica) for grad in grads):
         raise RuntimeError(
             "optimizer.apply, called outside of strategy.run with the gradients of each replica, would let the copies "
             "of the model drift apart. Call it in a step that strategy.run is given, or with gradients that "
@@ -443,7 +439,7 @@ def _same_on_all(optimizer: Any, strategy: Any, grads: list[Any]) -> list[Any]:
 
 def _is_common(gradient: Any) -> bool:
     """Returns True if a gradient was reduced over the workers, or computed from reduced values and variables alone."""
-    if gradient is None or isinstance(gradient, values.Mirrored):
+    if gradient is None or isinstance(gradient, tf.types.experimental.distributed.Mirrored):
         return True
     seen, waiting, reduced = set[Any](), tf.nest.flatten(gradient, expand_composites=True), False
     while waiting:
@@ -474,15 +470,6 @@ def _captured_as(tensor: Any) -> Any:
 
 
 # Loss scaling
-
-
-def _applying_if_finite(original: Any) -> Any:
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if tf.distribute.in_cross_replica_context() and _is_allowed(tf.distribute.get_strategy()):
-            return self._common_apply(grads, trainable_variables)
-        return original(self, grads, trainable_variables)
-
-    return apply
 
 
 # An attribute of an optimizer: its own variables, made before those that need the model's.
@@ -536,8 +523,7 @@ def _handle_or_self(original: Any) -> Any:
         # Within `extended.update` there is a replica, though no replica context.
         is_updated = replicas.is_updating()
         is_outside = tf.distribute.in_cross_replica_context() and not is_updated
-        is_variable = isinstance(variable, values.DistributedVariable)
-        if is_variable and is_outside and _is_allowed(variables.strategy_of(variable)):
+        if is_outside and _has_copies(variable) and _is_allowed(variables.strategy_of(variable)):
             return variable._get_on_device_or_primary().handle
         return original(x)
 

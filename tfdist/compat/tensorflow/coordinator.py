@@ -19,7 +19,6 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import parameter_server_strategy_v2 as stock
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 from tensorflow.python.eager import context
 
@@ -36,12 +35,10 @@ NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._process_closure(closure)",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker.worker_index",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue._error",
-    "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue.done",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_is_worker_failure",
     "tensorflow.python.distribute.coordinator.coordinator_context:get_current_dispatch_context",
     "tensorflow.python.eager.context:Context.executor",
     "tensorflow.python.eager.context:context",
-    "tensorflow.python.distribute.parameter_server_strategy_v2:_SET_SERVER_DEF_RETRIES",
     "tensorflow.python.eager.context:Context.get_server_def",
     "tensorflow.python.eager.context:Context.update_server_def(server_def)",
     "tensorflow.python.eager.context:set_server_def_retries",
@@ -182,7 +179,8 @@ def has_failed(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> boo
 
 def raise_failure(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> None:
     """Raises the error that the coordinator could not mend, if there is one. It waits for closures in flight to end."""
-    coordinator._cluster.closure_queue.done()
+    # Past `before_use`.
+    type(coordinator).done(coordinator)
 
 
 # Connection of the chief to a parameter-server cluster: the stock `_connect_to_cluster` with two differences.
@@ -193,6 +191,8 @@ def raise_failure(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> 
 
 
 CHIEF_JOB = "localhost"
+# As the stock strategy has it: tasks that are restarted meanwhile are waited for.
+_CONNECT_RETRIES = 50
 # In full, so that it means the same in the thread of a worker, whose default device is merged with it.
 CHIEF_DEVICE = f"/job:{CHIEF_JOB}/replica:0/task:0/device:CPU:0"
 SERVER_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
@@ -215,7 +215,7 @@ def connect(cluster_spec: tf.train.ClusterSpec) -> None:
     tf.config.experimental_connect_to_cluster(
         cluster_spec, job_name=CHIEF_JOB, protocol="grpc", cluster_device_filters=filters
     )
-    context.set_server_def_retries(stock._SET_SERVER_DEF_RETRIES)
+    context.set_server_def_retries(_CONNECT_RETRIES)
     # Begins the runtime.
     tf.config.list_logical_devices()
 

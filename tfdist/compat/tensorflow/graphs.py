@@ -14,13 +14,11 @@ from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.types import distribute
 
 NEEDS = (
-    "tensorflow.python.ops.control_flow_v2_func_graphs:CondBranchFuncGraph",
     "tensorflow.python.ops.control_flow_v2_func_graphs:WhileBodyFuncGraph",
     "tensorflow.python.ops.control_flow_v2_func_graphs:WhileCondFuncGraph",
     "tensorflow.python.framework.ops:Operation._add_control_input",
     "tensorflow.python.framework.ops:Operation._set_device",
     "tensorflow.python.framework.ops:Operation._update_input",
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function._jit_compile",
     "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_flat",
     "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
     "tensorflow.python.autograph.core.config:CONVERSION_RULES",
@@ -53,8 +51,7 @@ def in_loop() -> bool:
 
 def in_branch_or_loop() -> bool:
     """Returns True while a part of a `tf.while_loop` or a branch of a `tf.cond` is traced."""
-    kinds = (*_KINDS, control_flow_v2_func_graphs.CondBranchFuncGraph)
-    return any(isinstance(graph, kinds) for graph in enclosing())
+    return any(getattr(graph, "is_control_flow_graph", False) for graph in enclosing())
 
 
 # Tells whether a traced operation is part of a function given to a `tf.data.Dataset`, such as that of `map`.
@@ -105,21 +102,6 @@ def call_outside(function: Callable[..., _Result], *args: object) -> _Result:
     """Returns, or raises, what `function(*args)` does in a thread of its own, which is waited for."""
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfdist call") as thread:
         return thread.submit(contextvars.copy_context().run, function, *args).result()
-
-
-# Tells whether a function is compiled with XLA.
-#
-# There is no public way: a `tf.function` keeps its option `jit_compile` to itself. Keras wraps the step of `predict` in
-# one when the model is compiled so.
-
-
-def is_compiled_by_xla(function: Any) -> bool:
-    """Returns True if a function, or a function that it wraps, is compiled by XLA."""
-    while function is not None:
-        if getattr(function, "_jit_compile", None):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
 
 
 # Calls a concrete function without the checks of its arguments, which cost a good part of a small step.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import functools
 import hashlib
@@ -36,7 +35,6 @@ NEEDS = (
     "tensorflow.python.distribute.input_lib:DistributedDataset._type_spec",
     "tensorflow.python.distribute.input_lib:InputWorkers.serialize",
     "tensorflow.python.framework.composite_tensor:CompositeTensor._type_spec",
-    "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter._shuffle",
     "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter.num_batches",
     "keras.src.trainers.data_adapters.tf_dataset_adapter:TFDatasetAdapter._dataset",
     "tensorflow.python.data.ops.map_op:_MapDataset.__init__(use_inter_op_parallelism)",
@@ -53,16 +51,10 @@ NEEDS = (
     "tensorflow.python.data.ops.skip_op:_SkipDataset._count",
     "tensorflow.python.data.ops.structured_function:StructuredFunctionWrapper.function",
     "tensorflow.python.data.ops.take_op:_TakeDataset._count",
-    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.get_next",
-    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.get_next_as_optional",
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_list",
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_optional_list",
     "tensorflow.python.eager.polymorphic_function.function_type_utils:make_function_type(input_signature)",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function.get_concrete_function",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._epoch_iterator",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._num_batches",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._steps_seen",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch",
 )
 
 
@@ -182,11 +174,6 @@ def count_batches_of(epoch_iterator: Any, distributed: Any) -> None:
     adapter = getattr(epoch_iterator, "data_adapter", None)
     if isinstance(adapter, TFDatasetAdapter):
         adapter._dataset = distributed
-
-
-def is_in_order(epoch_iterator: Any) -> bool:
-    """Returns True if the data are arrays that Keras doesn't shuffle; for the argument see `untuned`."""
-    return _is_of_arrays(epoch_iterator) and not epoch_iterator.data_adapter._shuffle
 
 
 def _is_of_arrays(epoch_iterator: Any) -> bool:
@@ -372,38 +359,26 @@ def generated_of(dataset: tf.data.Dataset) -> list[FirstElements]:
 
 # Observes how long a strategy's own iterators read.
 #
-# A `tf.function` that trains calls `next` of a distributed iterator. That reads on this worker first, and then
-# exchanges the end of the data with the other workers. Only the first part is input. There is no public way between the
-# two.
+# A `tf.function` that trains calls `next` of a distributed iterator, which reads on this worker first, and asks the
+# other workers for the end of the data after that. Only the first part is input. There is no public way between the
+# two. What reads does not know its strategy: it is the current one, or the only one whose times are taken.
 
 
-# Takes a function that reads, and returns what it has read.
-NoteRead = Callable[[Callable[[], Any]], Any]
-_note_read: contextvars.ContextVar[NoteRead | None] = contextvars.ContextVar("_note_read", default=None)
+_timed: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
 
-def note_input_times() -> None:
-    """From now on `note_read` of an iterator's strategy, if it has one, is called with what reads."""
-    for name in ("get_next", "get_next_as_optional"):
-        patching.once(input_lib.DistributedIteratorBase, name, _noted_of_strategy)
+def note_input_times(strategy: tf.distribute.Strategy) -> None:
+    """From now on `note_read` of this strategy is called with what reads a batch of its, if it is not None."""
+    _timed.add(strategy)
     for name in ("get_next_as_list", "get_next_as_optional_list"):
         patching.once(input_lib._SingleWorkerDatasetIteratorBase, name, _noted)
 
 
-def _noted_of_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_next(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _note_read.set(getattr(self._strategy, "note_read", None))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _note_read.reset(token)
-
-    return get_next
-
-
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note_read = _note_read.get()
+        current = tf.distribute.get_strategy()
+        strategies = [current] if current in _timed else list(_timed)
+        note_read: Any = strategies[0].note_read if len(strategies) == 1 else None
         if note_read is None:
             return original(self, *args, **kwargs)
         return note_read(lambda: original(self, *args, **kwargs))
@@ -531,50 +506,6 @@ def _first_of(iterator: Any, explain: Explain) -> Callable[..., Any]:
         raise explanation
 
     return get_next
-
-
-# Makes no iterator where Keras makes one of a distributed data set and never reads it.
-#
-# At the end of each pass Keras makes an iterator for the next one. At the beginning of the next pass it makes another
-# instead, unless `steps_per_epoch` is given. To make one takes half of the time of a small `predict`. It is the second
-# one of the same pass, whose generator shows it. A pass that is left at its last batch makes none. Where data are
-# shuffled, each iterator that is made changes the order of those that come later, also on one device: there all are
-# made.
-
-
-_READER = "_tfdist_reader"
-# The generator of the pass that has its iterator, weakly.
-_PASS = "_tfdist_pass"
-
-
-def unread_left_out(distributed: Any, epoch_iterator: Any) -> Any:
-    """Returns a distributed data set with empty iterators where Keras makes an iterator that it doesn't read.
-
-    Args:
-      distributed: a strategy's distributed data set.
-      epoch_iterator: the caller of the distribution; Keras' epoch iterator in a model's loops.
-    """
-    if isinstance(distributed, tf.distribute.DistributedDataset) and is_in_order(epoch_iterator):
-        distributed.__class__ = _leaving_out(type(distributed))
-        patching.put(distributed, _READER, weakref.ref(epoch_iterator))
-    return distributed
-
-
-@functools.cache
-def _leaving_out(kind: Any) -> type:
-    def iterate(self: Any) -> Iterator[Any]:
-        return iter(()) if _is_unread(getattr(self, _READER)()) else kind.__iter__(self)
-
-    return type(kind.__name__, (kind,), {"__iter__": iterate, "__doc__": kind.__doc__})
-
-
-def _is_unread(reader: Any) -> bool:
-    if reader is None or reader.steps_per_epoch is not None or (running := reader._epoch_iterator) is None:
-        return False
-    if getattr(reader, _PASS, lambda: None)() is running:
-        return bool(reader._num_batches) and reader._steps_seen >= reader._num_batches
-    patching.put(reader, _PASS, weakref.ref(running))
-    return False
 
 
 # Lets `train_on_batch`, `test_on_batch` and `predict_on_batch` count each example of their batch once.
