@@ -18,7 +18,6 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import json
 import os
 import pathlib
@@ -28,7 +27,6 @@ import secrets
 import sys
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -104,19 +102,6 @@ class _Wait:
     failure: Exception | None = None
 
 
-class _Function:
-    """A function with collectives; its graph is not kept alive."""
-
-    def __init__(self, graph: Any) -> None:
-        self.graph, self.name = weakref.ref(graph), graph.name
-
-    @functools.cached_property
-    def collectives(self) -> str:
-        """How many it has of which kinds; "" if its graph is gone."""
-        graph = self.graph()
-        return "" if graph is None else context.collectives_of(graph)
-
-
 class Agreement:
     """Broadcast, gather and key-value store of the workers.
 
@@ -145,7 +130,7 @@ class Agreement:
         self._waits: list[_Wait] = []
         self._calls: list[str] = []
         # The functions with collectives, by the line of the program that calls them.
-        self._functions: dict[str, _Function] = {}
+        self._functions: dict[str, context.CollectiveFunction] = {}
         # Outcome of the program, once it has ended.
         self._ended = ""
         # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
@@ -453,7 +438,7 @@ class Agreement:
         main = threading.main_thread()
         _, line = stalls.calls_of_tensorflow(None if threading.current_thread() is main else stalls.of(main))
         if line and graph is not None and (line not in self._functions or self._functions[line].graph() is not graph):
-            self._functions[line] = _Function(graph)
+            self._functions[line] = context.CollectiveFunction(graph)
 
     def _main_call(self) -> str:
         """The user's call in which the main thread is; in any thread."""

@@ -8,6 +8,7 @@ has begun. The coordination service, which keeps text under keys for all workers
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -158,6 +159,19 @@ def abort_collectives(message: str) -> None:
 # Names of collectives, in part, with words for messages. Of a broadcast, senders and receivers have names of their own.
 _KINDS = (("Reduce", "sum"), ("Gather", "gather"), ("Bcast", "broadcast"))
 _COLLECTIVE = "Collective"
+
+
+class CollectiveFunction:
+    """A function with collectives; its graph is not kept alive."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.name = weakref.ref(graph), graph.name
+
+    @functools.cached_property
+    def collectives(self) -> str:
+        """How many it has of which kinds; "" if its graph is gone."""
+        graph = self.graph()
+        return "" if graph is None else collectives_of(graph)
 
 
 def collectives_of(graph: tf.Graph) -> str:
