@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -151,3 +152,19 @@ def test_listeners_that_are_gone_are_left_out_by_calls_within_a_call():
     listeners.add(Owner().hear)
     listeners.call()
     assert owner.heard == 2
+
+
+def test_a_function_put_in_place_of_fit_is_a_fit_and_gets_what_was_given(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+):
+    kinds, given, stock = list[str](), list[Any](), inspect.unwrap(keras.Model.fit)
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given.append((len(args), sorted(kwargs)))
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(calls.TRAINER, "fit", timed)
+    calls.follow()
+    model = _model(strategy)
+    model.fit(X, Y, verbose=0, callbacks=[Watch(lambda: kinds.extend(_kinds()))])
+    assert kinds == ["fit"] and given == [(2, ["callbacks", "verbose"])]

@@ -203,7 +203,7 @@ _making_epochs = _MakingEpochs()
 def follow() -> None:
     """From now on calls are known, also of models of no strategy: for callbacks that ask for theirs."""
     for kind in _KINDS:
-        patching.once(TRAINER, kind, _opening)
+        patching.once(TRAINER, kind, _opening(kind))
     patching.once(TFEpochIterator, "__init__", _joining_epochs)
     patching.once(keras.callbacks.CallbackList, "__init__", _joining_callbacks)
 
@@ -242,36 +242,44 @@ def _note_making(layer: keras.Layer) -> None:
         _made_in_default.add(layer)
 
 
-def _opening(original: Any) -> Any:
-    kind = original.__name__
-    _, *names = inspect.signature(original).parameters
+def _opening(kind: str) -> Callable[[Any], Any]:
+    # A program may have put a function of its own in the method's place, of any name and signature.
+    ours = (vars(base).get(kind) for base in keras.Model.__mro__)
+    stock = next(each for each in ours if getattr(each, "__module__", "").startswith("keras."))
+    _, *names = inspect.signature(stock).parameters
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = dict(zip(names, args, strict=False))
-        if len(args) > len(names) or arguments.keys() & kwargs.keys():
-            return original(self, *args, **kwargs)  # Python refuses them.
-        call = Call(self, kind, {**arguments, **kwargs})
-        if kind == "fit":
-            _add_callbacks(call)
-            call.callbacks = call.arguments.get("callbacks")
-        _listeners.call(call)
-        _begin(call)
-        try:
-            with call.around:
-                result = original(self, **call.arguments)
-            return result if call.change is None else call.change(result)
-        except BaseException as error:
-            raised = _explained(self.distribute_strategy, error)
-            for end in call.ends:
-                end(raised)
-            if raised is not error:
-                raise raised from None
-            raise
-        finally:
-            _end(call)
+    def opening(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            arguments = dict(zip(names, args, strict=False))
+            if len(args) > len(names) or arguments.keys() & kwargs.keys():
+                return original(self, *args, **kwargs)  # Python refuses them.
+            call = Call(self, kind, {**arguments, **kwargs})
+            if kind == "fit":
+                _add_callbacks(call)
+                call.callbacks = call.arguments.get("callbacks")
+            _listeners.call(call)
+            _begin(call)
+            try:
+                # By position and by name as they came.
+                given = {**call.arguments}
+                first = [given.pop(name) for name in names[: len(args)]]
+                with call.around:
+                    result = original(self, *first, **given)
+                return result if call.change is None else call.change(result)
+            except BaseException as error:
+                raised = _explained(self.distribute_strategy, error)
+                for end in call.ends:
+                    end(raised)
+                if raised is not error:
+                    raise raised from None
+                raise
+            finally:
+                _end(call)
 
-    # Keras' own function shortens what is raised within it; outside of it, this one is.
-    return traceback_utils.filter_traceback(method)
+        # Keras' own function shortens what is raised within it; outside of it, this one is.
+        return traceback_utils.filter_traceback(method)
+
+    return opening
 
 
 def _begin(call: Call) -> None:
