@@ -163,7 +163,7 @@ def test_tasks_that_meet_compare_versions_and_clocks(monkeypatch):
         found = {}
 
         def meet(index, version):
-            found[index] = doctor.meet(tasks[index], {"tfdist": version}, 30.0)
+            found[index] = doctor.compare_tasks(tasks[index], {"tfdist": version}, 30.0)
 
         thread = threading.Thread(target=meet, args=(1, "2"))
         thread.start()
@@ -188,13 +188,13 @@ def test_a_task_meets_at_another_address_than_its_own_name_means(monkeypatch):
             )
             for index in range(2)
         ]
-        found = list(pool.map(lambda view: doctor.meet(view, {}, 60.0), views))
+        found = list(pool.map(lambda view: doctor.compare_tasks(view, {}, 60.0), views))
     assert [[state for state, _ in each] for each in found] == [["ok"], ["ok"]]
 
 
 def test_a_task_that_does_not_come_is_named():
     with PortReservation(2) as reservation:
-        ((state, text),) = doctor.meet(cluster(*reservation.ports), {}, 0.5)
+        ((state, text),) = doctor.compare_tasks(cluster(*reservation.ports), {}, 0.5)
     assert state == "wrong"
     assert text.startswith(f"worker:1 at 127.0.0.1:{reservation.ports[1]}: ")
     assert "does it run" in text

@@ -38,7 +38,7 @@ def test_a_task_that_is_missing_is_named(capsys):
     with PortReservation(2) as reservation:
         first, second = clusters(list(reservation.ports))
         for task, missing in ((first, "worker:1"), (second, "worker:0")):
-            assert doctor_measure.run({"TF_CONFIG": task.to_tf_config()}, 0.3, 0.1, 2**16) == 1
+            assert doctor_measure.measure_as_task({"TF_CONFIG": task.to_tf_config()}, 0.3, 0.1, 2**16) == 1
             (line,) = capsys.readouterr().err.splitlines()
             assert line.startswith("tfdist: ") and missing in line
 
@@ -46,7 +46,7 @@ def test_a_task_that_is_missing_is_named(capsys):
 def test_one_task_alone_has_no_link(capsys):
     cluster = tfdist.Cluster({"worker": ["127.0.0.1:1"]}, tfdist.Task("worker", 0))
     assert doctor.main(["--measure"]) == 1  # no TF_CONFIG at all
-    assert doctor_measure.run({"TF_CONFIG": cluster.to_tf_config()}, 1.0, 1.0, 2**16) == 1
+    assert doctor_measure.measure_as_task({"TF_CONFIG": cluster.to_tf_config()}, 1.0, 1.0, 2**16) == 1
     assert "worker:0 has no other task" in capsys.readouterr().err
 
 

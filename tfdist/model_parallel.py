@@ -109,7 +109,7 @@ def _parts(call: str, strategy: Any = None) -> replicas.ReplicaDevices:
     return parts
 
 
-def check(strategy: Any, model: keras.Model) -> None:
+def check_placement(strategy: Any, model: keras.Model) -> None:
     """Raises ValueError if replicas span devices, and a layer with weights has no place or XLA compiles the step."""
     parts = replicas.parts_of(strategy)
     if parts is None:
@@ -132,7 +132,7 @@ def check(strategy: Any, model: keras.Model) -> None:
 def check_step(strategy: Any, step: Step) -> None:
     """Calls `check` for the model of a train, test or predict step; does nothing for other functions."""
     if (model := step.model_in_use) is not None:
-        check(strategy, model)
+        check_placement(strategy, model)
 
 
 def _first(paths: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ __all__ = [
     "scaled",
     "global_norm",
     "are_finite",
-    "check",
+    "in_order",
 ]
 
 REPLICA, ARRIVAL, UPDATE = PLACES = ("replica", "arrival", "update")
@@ -354,7 +354,7 @@ def _check_positive(name: str, **arguments: float) -> None:
             raise ValueError(f"{name}({argument}=...) must be a number above 0. Received: {argument}={value!r}")
 
 
-def check(transforms: Any) -> tuple[GradientTransform, ...]:
+def in_order(transforms: Any) -> tuple[GradientTransform, ...]:
     """Returns the argument of a strategy, a list or None, in the order in which its elements run.
 
     Raises:

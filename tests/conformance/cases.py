@@ -84,7 +84,7 @@ def _with_transforms(strategy: Any, *transforms: Any) -> Iterator[bool]:
         yield False
         return
     before = distribution.transforms
-    distribution.transforms = gradients.Transforms(tfdist.transforms.check(transforms), before.memory)
+    distribution.transforms = gradients.Transforms(tfdist.transforms.in_order(transforms), before.memory)
     try:
         yield True
     finally:

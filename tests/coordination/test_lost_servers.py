@@ -24,11 +24,11 @@ def closed():
 
 
 def test_those_that_refuse_are_named(listening, closed):
-    assert lost_servers.described({}) is None
-    assert lost_servers.described({0: listening}) is None
-    one = lost_servers.described({0: listening, 1: closed})
+    assert lost_servers.describe_lost({}) is None
+    assert lost_servers.describe_lost({0: listening}) is None
+    one = lost_servers.describe_lost({0: listening, 1: closed})
     assert one is not None and one.startswith(f"ps:1 ({closed}) is lost, and its variables with it; ")
-    two = lost_servers.described({0: closed, 2: closed})
+    two = lost_servers.describe_lost({0: closed, 2: closed})
     assert two is not None and two.startswith(f"ps:0 ({closed}), ps:2 ({closed}) are lost, and their variables")
 
 
@@ -36,7 +36,7 @@ def test_a_server_that_is_ending_is_asked_twice(monkeypatch, closed):
     answers = iter([False, True])
     monkeypatch.setattr(lost_servers, "_is_lost", lambda address: next(answers))
     monkeypatch.setattr(lost_servers, "_ENDING_SECS", 0)
-    assert "ps:0" in (lost_servers.described({0: closed}, is_suspected=True) or "")
+    assert "ps:0" in (lost_servers.describe_lost({0: closed}, is_suspected=True) or "")
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_only_what_is_known_is_said(monkeypatch, error, is_lost):
         raise error
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
-    assert (lost_servers.described({0: "somewhere:1"}) is not None) == is_lost
+    assert (lost_servers.describe_lost({0: "somewhere:1"}) is not None) == is_lost

@@ -59,7 +59,7 @@ def test_without_a_driver_there_are_none(monkeypatch):
     ],
 )
 def test_shares(devices, tasks, each, shares):
-    assert environment.share(devices, tasks, each) == shares
+    assert environment.divide_devices(devices, tasks, each) == shares
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_shares(devices, tasks, each, shares):
 )
 def test_more_gpus_asked_than_there_are(devices, tasks, each, words):
     with pytest.raises(requests.LaunchError) as caught:
-        environment.share(devices, tasks, each)
+        environment.divide_devices(devices, tasks, each)
     assert str(caught.value).startswith(words)
 
 

@@ -31,7 +31,7 @@ STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServe
 
 def _goes(policies: list[Policy], strategy: str) -> bool:
     try:
-        composition.check(policies, strategy)
+        composition.check_policies(policies, strategy)
     except ValueError:
         return False
     return True
@@ -65,25 +65,25 @@ def test_errors_name_both_policies_and_what_to_use_instead() -> None:
         match=r"BackupWorkers\(spares=1\) and SoftSync\(updates=2\) don't go together: .*use one or the other\. "
         r"Received: policies=\[SoftSync\(updates=2\), BackupWorkers\(spares=1\)\]",
     ):
-        composition.check([tfdist.SoftSync(2), tfdist.BackupWorkers(1)], "ParameterServerStrategy")
+        composition.check_policies([tfdist.SoftSync(2), tfdist.BackupWorkers(1)], "ParameterServerStrategy")
     with pytest.raises(ValueError, match=r"SoftSync\(updates=2\) does not go with MirroredStrategy: .*BackupWorkers"):
-        composition.check([tfdist.SoftSync(2)], "MirroredStrategy")
+        composition.check_policies([tfdist.SoftSync(2)], "MirroredStrategy")
     with pytest.raises(ValueError, match=r"ParameterAveraging\(every_steps=6\) does not go with ParameterServer.*Soft"):
-        composition.check([tfdist.ParameterAveraging(6)], "ParameterServerStrategy")
+        composition.check_policies([tfdist.ParameterAveraging(6)], "ParameterServerStrategy")
     with pytest.raises(ValueError, match="there can be only one of a kind"):
-        composition.check([tfdist.SoftSync(2), tfdist.SoftSync(1)], "ParameterServerStrategy")
+        composition.check_policies([tfdist.SoftSync(2), tfdist.SoftSync(1)], "ParameterServerStrategy")
 
 
 @pytest.mark.parametrize("policies", [tfdist.BackupWorkers(1), [1], "auto", [tfdist.BackupWorkers], 3, {"spares": 1}])
 def test_what_is_no_list_of_policies(policies: object) -> None:
     with pytest.raises(ValueError, match="policies must be a list of policies such as"):
-        composition.check(policies, "MirroredStrategy")  # type: ignore[arg-type]
+        composition.check_policies(policies, "MirroredStrategy")  # type: ignore[arg-type]
 
 
 def test_none_and_iterators_are_policies_as_lists_are() -> None:
     policy = tfdist.BackupWorkers(1)
-    assert composition.check(None, "MirroredStrategy") == ()
-    assert composition.check(iter([policy]), "MirroredStrategy") == (policy,)
+    assert composition.check_policies(None, "MirroredStrategy") == ()
+    assert composition.check_policies(iter([policy]), "MirroredStrategy") == (policy,)
 
 
 @pytest.mark.devices
@@ -99,7 +99,7 @@ def test_codec_without_compression_names_the_policy() -> None:
     with pytest.raises(
         ValueError, match=r"a list of policies such as \[tfdist\.Compression\(SignSGD\(\)\)\]\. Received"
     ):
-        composition.check([tfdist.compression.SignSGD()], "MultiWorkerMirroredStrategy")  # type: ignore[list-item]
+        composition.check_policies([tfdist.compression.SignSGD()], "MultiWorkerMirroredStrategy")  # type: ignore[list-item]
 
 
 def test_a_list_comes_to_one_that_decides() -> None:
@@ -126,7 +126,7 @@ def test_a_policy_that_nobody_would_ask_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"policies: Own\(\) is of no kind that a strategy asks; derive it from one of"
     ):
-        composition.check([Own()], "MirroredStrategy")
+        composition.check_policies([Own()], "MirroredStrategy")
 
 
 def test_a_policy_derived_from_another_takes_its_place() -> None:
@@ -137,26 +137,26 @@ def test_a_policy_derived_from_another_takes_its_place() -> None:
         pass
 
     longer, half = Longer(steps=3), Half(updates=2)
-    composition.check([longer, half], "ParameterServerStrategy")
+    composition.check_policies([longer, half], "ParameterServerStrategy")
     assert composition.compose([longer, half], "ParameterServerStrategy", 4).warmup is longer
     with pytest.raises(ValueError, match="only one of a kind"):
-        composition.check([longer, tfdist.Warmup(steps=1)], "MirroredStrategy")
+        composition.check_policies([longer, tfdist.Warmup(steps=1)], "MirroredStrategy")
     with pytest.raises(ValueError, match="all replicas update at once there"):
-        composition.check([half], "MirroredStrategy")
+        composition.check_policies([half], "MirroredStrategy")
 
 
 def test_variables_have_a_way_back_under_parameter_servers_only() -> None:
     policies = [tfdist.Compression(tfdist.compression.SignSGD(), variables="bfloat16")]
-    composition.check(policies, "ParameterServerStrategy")
+    composition.check_policies(policies, "ParameterServerStrategy")
     with pytest.raises(
         ValueError, match=r"Compression\(SignSGD\(\), variables='bfloat16'\): .* leave it away\. Received"
     ):
-        composition.check(policies, "MultiWorkerMirroredStrategy")
+        composition.check_policies(policies, "MultiWorkerMirroredStrategy")
 
 
 def test_momentum_of_a_codec_does_not_go_with_averages_of_parameters() -> None:
     policies = [tfdist.ParameterAveraging(2), tfdist.Compression(tfdist.compression.TopK(0.1))]
     with pytest.raises(ValueError, match=r"TopK\(density=0.1\)\) has momentum.* momentum=0\. Received: policies="):
-        composition.check(policies, "MultiWorkerMirroredStrategy")
+        composition.check_policies(policies, "MultiWorkerMirroredStrategy")
     policies[1] = tfdist.Compression(tfdist.compression.TopK(0.1, momentum=0))
-    composition.check(policies, "MultiWorkerMirroredStrategy")
+    composition.check_policies(policies, "MultiWorkerMirroredStrategy")

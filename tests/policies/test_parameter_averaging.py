@@ -86,7 +86,7 @@ def test_there_must_be_somebody_to_average_with():
 
 def test_a_parameter_server_has_nothing_to_average():
     with pytest.raises(ValueError, match=r"no variables of their own.*tfdist\.SoftSync"):
-        composition.check([ParameterAveraging(2)], composition.PARAMETER_SERVER)
+        composition.check_policies([ParameterAveraging(2)], composition.PARAMETER_SERVER)
 
 
 def test_who_trains_alone_has_no_spares():
@@ -95,4 +95,4 @@ def test_who_trains_alone_has_no_spares():
         [BackupWorkers(spares=1), ParameterAveraging(2)],
     ):
         with pytest.raises(ValueError, match=r"ParameterAveraging.* and BackupWorkers.* don't go together"):
-            composition.check(policies, "MultiWorkerMirroredStrategy")
+            composition.check_policies(policies, "MultiWorkerMirroredStrategy")

@@ -239,13 +239,13 @@ def data_workers(setting: Setting) -> list[psutil.Process]:
 def test_an_environment_that_names_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DATA_SERVICE_VARIABLE, "nowhere")
     cluster = Cluster({"worker": {0: "127.0.0.1:1"}}, Task("worker", 0))
-    with pytest.raises(ClusterError, match="TFDIST_DATA_SERVICE"), data_worker.beside(cluster):
+    with pytest.raises(ClusterError, match="TFDIST_DATA_SERVICE"), data_worker.run_data_worker(cluster):
         pass
 
 
 def test_a_job_without_a_data_service_has_no_data_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DATA_SERVICE_VARIABLE, raising=False)
     before = set(threading.enumerate())
-    with data_worker.beside(Cluster({"worker": {0: "127.0.0.1:1"}}, Task("worker", 0))):
+    with data_worker.run_data_worker(Cluster({"worker": {0: "127.0.0.1:1"}}, Task("worker", 0))):
         assert set(threading.enumerate()) == before
     assert os.environ.get(DATA_SERVICE_VARIABLE) is None

@@ -40,7 +40,7 @@ def slow() -> Iterator[None]:
             time.sleep(0.05)
 
     delay_hook.clear()
-    delay_hook.install(delay)
+    delay_hook.set_hook(delay)
     yield
     delay_hook.uninstall(delay)
 

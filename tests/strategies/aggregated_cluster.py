@@ -79,7 +79,7 @@ def straggler() -> Iterator[Straggler]:
     """The last worker."""
     made = Straggler(NUM_WORKERS - 1)
     delay_hook.clear()
-    delay_hook.install(made)
+    delay_hook.set_hook(made)
     yield made
     made.release()
     delay_hook.uninstall(made)

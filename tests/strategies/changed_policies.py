@@ -15,7 +15,7 @@ def under(
     """The same cluster under these policies alone, and with a report of its own."""
     cluster._training.close()
     cluster.distribution.recorder = Recorder(cluster.distribution.recorder.names)
-    composition.check(policies, "ParameterServerStrategy")
+    composition.check_policies(policies, "ParameterServerStrategy")
     composed = composition.compose(policies, "ParameterServerStrategy", num_workers)
     cluster._take(policies, composed, stall_timeout_secs=stall_secs)
     return cluster

@@ -69,7 +69,7 @@ def test_state_of_transforms_is_saved_and_restored(strategy: Any, monkeypatch: p
     number = transforms.GradientTransform(
         lambda variables: tf.constant(0, tf.int64), lambda gradients, state, info: (gradients, info.replica), "replica"
     )
-    given = transforms.check([transforms.momentum_correction(), number, transforms.skip_nonfinite(), ages])
+    given = transforms.in_order([transforms.momentum_correction(), number, transforms.skip_nonfinite(), ages])
     own = gradients.Transforms(given, strategy.distribution.transforms.memory)
     monkeypatch.setattr(strategy.distribution, "transforms", own)
     keras.utils.set_random_seed(3)

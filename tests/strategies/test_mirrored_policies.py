@@ -64,7 +64,7 @@ class Gate:
 @pytest.fixture
 def gate() -> Iterator[Gate]:
     gate = Gate()
-    delay_hook.install(gate)
+    delay_hook.set_hook(gate)
     yield gate
     delay_hook.uninstall(gate)
     gate.open()

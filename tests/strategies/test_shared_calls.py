@@ -49,7 +49,7 @@ def fit(model: keras.Model | None = None, callbacks: Any = None, **arguments: An
 
 def compare(one: calls.Call, other: calls.Call, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(calls, "current", lambda: one)
-    return _shared_calls.gather(Fake(other), 7, "comparing")
+    return _shared_calls.gather_and_compare(Fake(other), 7, "comparing")
 
 
 @pytest.mark.parametrize(

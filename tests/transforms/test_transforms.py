@@ -164,13 +164,13 @@ def test_policies_that_gradients_cannot_be_transformed_beside(policy: Any, strat
     with pytest.raises(
         ValueError, match=rf"{type(policy).__name__}.* and transforms don't go together under {strategy}"
     ):
-        composition.check([policy], strategy, [T.identity()])
-    composition.check([policy], strategy)
+        composition.check_policies([policy], strategy, [T.identity()])
+    composition.check_policies([policy], strategy)
 
 
 def test_they_run_in_the_order_of_places_and_of_the_list():
     given_ = [T.identity(where) for where in ("update", "replica", "arrival", "replica")]
-    in_order = T.check(given_)
+    in_order = T.in_order(given_)
     assert [each.where for each in in_order] == [PLACES[0], PLACES[0], PLACES[1], PLACES[2]]
     assert in_order[0] is given_[1]
     assert in_order[1] is given_[3]

@@ -30,7 +30,7 @@ from tfdist.compression import codec, frames, gathered
 _GATHERED: tuple[type[gathered.GatheredCodec], ...] = (compression.Threshold, compression.TopK, compression.SignSGD)
 
 
-def check(chosen: Any, received: str) -> None:
+def check_codec(chosen: Any, received: str) -> None:
     """Checks that a codec can be used between workers and parameter servers.
 
     Args:

@@ -36,7 +36,7 @@ def before_contribution(replica: int, attempt: int) -> None:
         installed(replica, attempt)
 
 
-def install(hook: Hook) -> None:
+def set_hook(hook: Hook) -> None:
     """Installs `hook`, which takes precedence over the environment variable.
 
     Raises:

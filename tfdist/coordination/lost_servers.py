@@ -21,7 +21,7 @@ _ENDING_SECS = 1.0
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
-def described(servers: Mapping[int, str], is_suspected: bool = False) -> str | None:
+def describe_lost(servers: Mapping[int, str], is_suspected: bool = False) -> str | None:
     """Returns a sentence about the parameter servers that are lost, or None if none is.
 
     Args:

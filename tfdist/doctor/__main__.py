@@ -135,7 +135,7 @@ _VERSION = re.compile(r"[\w.+-]{1,40}", re.ASCII)
 _MAX_PRINTED = 80
 
 
-def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list[tuple[str, str]]:
+def compare_tasks(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list[tuple[str, str]]:
     """Calls each of the other tasks, answers their calls, and compares versions and clocks.
 
     Args:
@@ -330,7 +330,7 @@ def main(arguments: Sequence[str]) -> int:
         return _print_rules(os.environ)
     if values.measure:
         limits = (values.measure_secs, values.link_secs, values.link_bytes)
-        return doctor_measure.run(os.environ, *limits, values.json)
+        return doctor_measure.measure_as_task(os.environ, *limits, values.json)
     states = []
     for finding in examine(values.timeout_secs, values.meet_secs):
         sys.stdout.write(f"{finding}\n")
@@ -418,7 +418,7 @@ def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] 
     if meet_secs:
         mine = {"tfdist": tfdist.__version__, "Python": _dotted(sys.version_info[:2])}
         mine |= {name: version for name in ("tensorflow", "keras") if (version := _installed(name))}
-        return found + [Finding(*each) for each in meet(cluster, mine, meet_secs)]
+        return found + [Finding(*each) for each in compare_tasks(cluster, mine, meet_secs)]
     return found + reachable(cluster, timeout_secs)
 
 

@@ -104,7 +104,7 @@ def _take_turns(
     return links
 
 
-def run(
+def measure_as_task(
     env: Mapping[str, str], timeout_secs: float, link_secs: float, link_bytes: int, output: str | None = None
 ) -> int:
     """Measures as a task of the cluster in TF_CONFIG, and prints this task's links; see `measure`.

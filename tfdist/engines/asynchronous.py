@@ -368,7 +368,8 @@ class AsynchronousEngine(Engine):
         if not isinstance(error, _OF_A_LOST_SERVER):
             return None
         is_unavailable = isinstance(error, tf.errors.UnavailableError) or "UnavailableError:" in error.message
-        brief, lost = python_operation.told_briefly(error.message), lost_servers.described(self.servers, is_unavailable)
+        brief = python_operation.told_briefly(error.message)
+        lost = lost_servers.describe_lost(self.servers, is_unavailable)
         if lost:
             return tf.errors.UnavailableError(None, None, f"{lost} ({brief})")
         # A server that was started again accepts connections; its variables are gone all the same.

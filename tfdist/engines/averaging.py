@@ -124,7 +124,7 @@ class AveragingEngine(Engine):
             timed = self._times.begin(tf.stack([called, got]))
             results = averaging_step.step_alone(self._strategy, step, parts, timed.hand_in)
             timed.keep(results)
-            shares = [averaging_step.share(part, num_replicas) for part in parts]
+            shares = [averaging_step.share_of_batch(part, num_replicas) for part in parts]
             return average.end_step(results, shares, step.is_of_keras)
 
     @property

@@ -392,7 +392,7 @@ def _step(
     with losses.counted_as_one(strategy, step) as has_own_loss:
         divisor = 1 if has_own_loss else count
         of_replica = ReplicaLosses(model, count, divisor)
-        factor = float(count) if of_replica.are_sums else share(part, count) * count * divisor
+        factor = float(count) if of_replica.are_sums else share_of_batch(part, count) * count * divisor
         rows = splitting.rows(part.batch)
         if of_replica.are_sums and may_be_empty and rows is not None:
             factor *= tf.cast(rows > 0, tf.float32)
@@ -403,7 +403,7 @@ def _step(
             return step.function(batch)
 
 
-def share(part: ReplicaPart, num_replicas: int) -> tf.Tensor | float:
+def share_of_batch(part: ReplicaPart, num_replicas: int) -> tf.Tensor | float:
     """The part of the global batch, 0 to 1, that a replica has; equal parts where it is unknown."""
     rows = splitting.rows(part.batch)
     # In a graph parts have a known size only where all have the same; outside every size is known.

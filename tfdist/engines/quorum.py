@@ -407,7 +407,7 @@ class QuorumStep:
         count = strategy.num_replicas_in_sync
         self._user_step = step
         divisor = 1 if losses.has_own_loss(step) else count
-        self._step = SplitTrainStep(step, count, divisor, transforms=transforms.of(strategy))
+        self._step = SplitTrainStep(step, count, divisor, transforms=transforms.transforms_of(strategy))
         self._template: contribution.ReplicaContribution | None = None
         specs = [tf.data.IteratorSpec(element_spec)]
         self._contribute = self._step.settled(lambda: one_replica.trace(strategy, self._contribute_next, specs))

@@ -280,7 +280,7 @@ class RoundEngine(Engine):
 
     def _next_parts(self, feed: ChiefFeed, element_spec: Any) -> list[list[tf.Tensor]]:
         batch = feed.next_batch()
-        return [part_of(batch, element_spec, worker, self._count) for worker in range(self._count)]
+        return [part_of_batch(batch, element_spec, worker, self._count) for worker in range(self._count)]
 
     def _reside(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
         """Schedules the closures that contribute to these updates, unless they run already."""
@@ -384,7 +384,7 @@ class RoundStep:
         # Of the gradients that are sent; None to send them as they are.
         self._encoding = transfer.encoding
         self._spec = element_spec
-        self._transforms = gradient_transforms.of(strategy)
+        self._transforms = gradient_transforms.transforms_of(strategy)
         self._step = SplitTrainStep(
             step,
             total_num_replicas,
@@ -556,7 +556,7 @@ class RoundStep:
         return tf.nest.pack_sequence_as(self._template, self._bundles.unpack(flat), expand_composites=True)
 
 
-def part_of(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:
+def part_of_batch(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:
     """Returns a worker's part of a flat batch."""
     whole = tf.nest.pack_sequence_as(spec, batch, expand_composites=True)
     return tf.nest.flatten(splitting.cut(whole, part, num_parts), expand_composites=True)

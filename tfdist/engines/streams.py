@@ -35,7 +35,7 @@ from tfdist.compat.tensorflow import coordinator
 from tfdist.coordination import delay_hook
 from tfdist.coordination.stream_runner import StreamRunner
 from tfdist.engines import rounds
-from tfdist.engines.rounds import RoundStep, part_of
+from tfdist.engines.rounds import RoundStep, part_of_batch
 from tfdist.passes import worker_pass
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import WorkerIterator
@@ -79,7 +79,7 @@ class StreamEngine(rounds.RoundEngine):
             element_spec,
             self.replicas_to_aggregate,
             self.replicas_to_aggregate,
-            is_weighted=self._policy.is_weighted or gradients.of(self._strategy).has(ARRIVAL),
+            is_weighted=self._policy.is_weighted or gradients.transforms_of(self._strategy).has(ARRIVAL),
             is_relative=True,
         )
 
@@ -154,7 +154,7 @@ class StreamEngine(rounds.RoundEngine):
         # In the thread of one worker, but any worker may be given a part.
         with tf.device(coordinator.CHIEF_DEVICE):
             batch = feed.read_ahead()
-            return [part_of(batch, element_spec, part, count) for part in range(count)]
+            return [part_of_batch(batch, element_spec, part, count) for part in range(count)]
 
     def _redeem(self, iterator: WorkerIterator) -> None:
         if isinstance(iterator.feed, worker_pass.ChiefFeed):

@@ -271,7 +271,7 @@ class ThreadedStep:
         self._user_step = step
         divisor = 1 if losses.has_own_loss(step) else len(self._devices)
         self._step = SplitTrainStep(
-            step, len(self._devices), divisor, can_take_maxima=True, transforms=gradients.of(strategy)
+            step, len(self._devices), divisor, can_take_maxima=True, transforms=gradients.transforms_of(strategy)
         )
         self._template: ReplicaContribution | None = None
         # Devices of a flat contribution.

@@ -170,7 +170,7 @@ class WarmupEngine(Engine):
             build_optimizer(self._strategy, model)
             if not content:
                 return one_replica.zeros_of(alone, handle.kind.element_spec[0])
-        parts = parts_of(content, is_whole, self._replicas, total)
+        parts = parts_of_replicas(content, is_whole, self._replicas, total)
         if count == 1:
             return alone(parts[0])
         if count < total:
@@ -330,7 +330,7 @@ class WarmupIterator(handles.HandleIterator):
         return self._kinds[key].handle(content)
 
 
-def parts_of(content: list[Any], is_whole: bool, replicas: Sequence[int], num_replicas: int) -> list[Any]:
+def parts_of_replicas(content: list[Any], is_whole: bool, replicas: Sequence[int], num_replicas: int) -> list[Any]:
     """The parts of this process' replicas, in a graph or outside.
 
     Args:

@@ -22,7 +22,7 @@ from tfdist.engines.transfer import plan
 from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting, worker_batch
 from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
-from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator, find_batch
+from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator, find_batch_state
 from tfdist.step import gradients, one_replica, rehearsal, step_times
 from tfdist.step.logs import Packing
 from tfdist.step.step import Step, Traces
@@ -289,7 +289,7 @@ class Program:
         worker, kind = self._strategy.extended.worker_devices[0], self._step.kind
         sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
         model = self._step.model
-        transforms = gradients.of(self._strategy)
+        transforms = gradients.transforms_of(self._strategy)
         facts = functools.partial(_facts, batch)
         with (
             one_replica.replica_on(self._strategy, worker),
@@ -430,7 +430,7 @@ def unused(handles: Sequence[int]) -> Batch | None:
     """Returns the batch of these handles and marks it as used; None if they have several, or it was used before."""
     if len(set(handles)) != 1:
         return None
-    batch = find_batch(handles[0])
+    batch = find_batch_state(handles[0])
     if batch.is_used:
         return None
     batch.is_used = True
@@ -441,7 +441,7 @@ def parts_on_chief(numbers: Sequence[int], handles: Sequence[WorkerBatch]) -> li
     """Returns the values of the parts that these handles stand for, flat; `numbers` are the batches' numbers."""
     parts = []
     for number, handle in zip(numbers, handles, strict=True):
-        whole = tf.nest.pack_sequence_as(handle.whole_spec, find_batch(number).values(), expand_composites=True)
+        whole = tf.nest.pack_sequence_as(handle.whole_spec, find_batch_state(number).values(), expand_composites=True)
         parts += tf.nest.flatten(handle.pick(whole), expand_composites=True)
     return parts
 

@@ -31,7 +31,7 @@ class FlagError(flags.Error):
     """A flag is unknown or its value can't be parsed. The message is one line."""
 
 
-def run(
+def run_command(
     usage: str,
     define: Callable[[flags.FlagValues], None],
     arguments: Sequence[str],

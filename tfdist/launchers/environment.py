@@ -135,7 +135,7 @@ def _installed() -> list[tuple[str, str]]:
     return [(index.strip(), uuid.strip()) for index, uuid in rows]
 
 
-def share(
+def divide_devices(
     devices: Sequence[str], tasks: int, each: int | None, place: str = "this machine", remedy: str = ""
 ) -> list[tuple[str, ...]]:
     """Divides devices among tasks; returns the devices of each task.

@@ -138,7 +138,7 @@ def _visible_devices(job: LocalJob, devices: Sequence[str]) -> dict[Task, dict[s
     if not devices and not job.gpus_per_worker:
         return {}
     computing = job.shape.computing
-    shares = dict(zip(computing, environment.share(devices, len(computing), job.gpus_per_worker), strict=True))
+    shares = dict(zip(computing, environment.divide_devices(devices, len(computing), job.gpus_per_worker), strict=True))
     return {task: {environment.VISIBLE: ",".join(shares.get(task, ()))} for task in job.shape.tasks}
 
 
@@ -204,7 +204,7 @@ def logs_from_flags(values: flags.FlagValues) -> LogSettings:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs `tfdist launch local`. See `command_line.run`."""
-    return command_line.run(_USAGE, define_flags, arguments, _launch)
+    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from tfdist.launchers.requests import LaunchError, ToolError
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-def find(name: str, remedy: str) -> str:
+def find_tool(name: str, remedy: str) -> str:
     """Returns the path of a tool.
 
     Raises:
@@ -31,7 +31,7 @@ def find(name: str, remedy: str) -> str:
     return path
 
 
-def run(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 120.0) -> str:
+def run_tool(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 120.0) -> str:
     """Runs a tool to its end, and returns its standard output.
 
     Raises:

@@ -153,13 +153,13 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
     Raises:
       LaunchError: gcloud is not installed, or fails before the script.
     """
-    tools.find("gcloud", "install the Google Cloud CLI, or look at the commands with --dry_run")
+    tools.find_tool("gcloud", "install the Google Cloud CLI, or look at the commands with --dry_run")
     # SIGTERM raises KeyboardInterrupt like Ctrl-C, so that the TPU is still deleted.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for command in request.before:
             _log.say(shlex.join(command))
-            tools.run(command, timeout_secs=_CREATE_TIMEOUT_SECS)
+            tools.run_tool(command, timeout_secs=_CREATE_TIMEOUT_SECS)
         task = TaskRequest("tpu", {}, request.script)
         return run_tasks(Request((task,), frozenset({"tpu"}), 10.0, request.restarts), logs)
     finally:
@@ -227,7 +227,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs `tfdist launch tpu`. See `command_line.run`."""
-    return command_line.run(_USAGE, define_flags, arguments, _launch)
+    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:

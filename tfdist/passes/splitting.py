@@ -287,7 +287,7 @@ def joined(*parts: Any) -> Any:
 # Data sets of one worker's part of each batch, with the number of examples in all parts together.
 
 
-def part_of(dataset: tf.data.Dataset, part: int, num_parts: int) -> tf.data.Dataset:
+def part_for_worker(dataset: tf.data.Dataset, part: int, num_parts: int) -> tf.data.Dataset:
     """Returns a data set of a worker's part of each batch, with the size of the whole batch."""
     is_tuple = isinstance(dataset.element_spec, tuple)
 

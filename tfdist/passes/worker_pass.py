@@ -409,7 +409,7 @@ def find_iterator(handle: int) -> WorkerIterator:
     return cast(WorkerIterator, worker_batch.find_pass(handle))
 
 
-def find_batch(handle: int) -> Batch:
+def find_batch_state(handle: int) -> Batch:
     """Returns the state of the batch that a handle stands for."""
     return find_iterator(handle).batch(worker_batch.number_in(handle))
 

@@ -46,7 +46,7 @@ def replacing_strategies(built: list[str]) -> Iterator[None]:
 def _one_device(name: str, mirrored: Any, built: list[str]) -> type:
     class OneDevice:
         def __new__(cls, *args: Any, policies: Any = (), **kwargs: Any) -> Any:
-            built.append(f"{name}(policies={list(composition.check(policies, name))!r})")
+            built.append(f"{name}(policies={list(composition.check_policies(policies, name))!r})")
             return mirrored([_first_device()])
 
     OneDevice.__name__ = OneDevice.__qualname__ = name
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
       FlagError: a flag is unknown or its value can't be parsed.
       LaunchError: there is no script, or the profile can't be written.
     """
-    return command_line.run(_USAGE, define_flags, arguments, _profile)
+    return command_line.run_command(_USAGE, define_flags, arguments, _profile)
 
 
 def define_flags(values: flags.FlagValues) -> None:

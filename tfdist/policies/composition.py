@@ -75,7 +75,7 @@ class Composition:
     is_lazy: bool = False
 
 
-def check(policies: Iterable[Any] | None, strategy: str, transforms: Sequence[Any] = ()) -> tuple[Policy, ...]:
+def check_policies(policies: Iterable[Any] | None, strategy: str, transforms: Sequence[Any] = ()) -> tuple[Policy, ...]:
     """Checks a list of policies before any work starts.
 
     Args:

@@ -202,8 +202,8 @@ class Resume(keras.callbacks.Callback):
             arrays = [*map(checkpoint.to_save, variables), *counts, *worker_arrays]
         state = {
             "place": dataclasses.asdict(self._expect_position().of(self._epoch, self._epoch_step)),
-            "variables": checkpoint.described(variables),
-            "metrics": checkpoint.described(metrics),
+            "variables": checkpoint.describe_variables(variables),
+            "metrics": checkpoint.describe_variables(metrics),
             "optimizers": checkpoint.built_of(self.model),
             "policies": strategy_state.state(),
             "workers": of_workers,
@@ -251,9 +251,9 @@ class Resume(keras.callbacks.Callback):
         if found is None:
             return False
         state = found["state"]
-        checkpoint.build(self.model, state["optimizers"], self._expect_position().element_spec)
+        checkpoint.build_variables(self.model, state["optimizers"], self._expect_position().element_spec)
         variables, metrics = checkpoint.variables_of(self.model), checkpoint.metrics_of(self.model)
-        check_same(state["variables"], checkpoint.described(variables), self._path)
+        check_same(state["variables"], checkpoint.describe_variables(variables), self._path)
         arrays = newest.arrays if newest else ()
         checkpoint.assign(self.model, variables, arrays[: len(variables)], agreement)
         num_others = len(variables) + len(state["metrics"])
@@ -266,7 +266,7 @@ class Resume(keras.callbacks.Callback):
         if place.step:
             # Metrics that are created in the first step don't exist yet.
             self._metrics = list(arrays[len(variables) : num_others])
-            if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in checkpoint.described(metrics)]:
+            if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in checkpoint.describe_variables(metrics)]:
                 self._metrics = None
                 self._announce("the metrics of this epoch count from here on: before its first step there are none")
         checkpoint.saved_state_of(self.model).restore(state["policies"], bool(place.step))

@@ -286,7 +286,7 @@ def metrics_of(model: keras.Model) -> list[Any]:
     return list({id(variable): variable for variable in found}.values())
 
 
-def described(variables: Sequence[Any]) -> list[list[Any]]:
+def describe_variables(variables: Sequence[Any]) -> list[list[Any]]:
     """Returns [path, shape, dtype] of each variable, as JSON data."""
     return [[variable.path, list(variable.shape), str(variable.dtype)] for variable in variables]
 
@@ -371,7 +371,7 @@ def saved_state_of(model: keras.Model) -> SavedState:
     return SavedState() if distribution is None else distribution.saved_state
 
 
-def build(model: keras.Model, optimizers: Sequence[Sequence[int] | None], element_spec: Any) -> None:
+def build_variables(model: keras.Model, optimizers: Sequence[Sequence[int] | None], element_spec: Any) -> None:
     """Creates the variables for which a checkpoint has values, as the first step would.
 
     Args:

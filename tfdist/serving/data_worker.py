@@ -32,7 +32,7 @@ _STABLE_SECS = 10.0
 
 
 @contextlib.contextmanager
-def beside(cluster: Cluster) -> Iterator[None]:
+def run_data_worker(cluster: Cluster) -> Iterator[None]:
     """Runs a data worker within this block, if this task is a worker whose environment names a dispatcher.
 
     Raises:

@@ -168,7 +168,7 @@ def _serve(cluster: Cluster, start_timeout_secs: float, num_cpus: int) -> int:
         server = _start_server(cluster, num_cpus)
         if server is None:
             return 1
-        with data_worker.beside(cluster):
+        with data_worker.run_data_worker(cluster):
             if "chief" not in cluster.jobs:
                 # In an embedded cluster the process ends with its parent.
                 threading.Event().wait()

@@ -346,7 +346,7 @@ class Transforms:
         return found
 
 
-def of(strategy: Any) -> Transforms:
+def transforms_of(strategy: Any) -> Transforms:
     """Returns the transforms of a strategy."""
     return getattr(getattr(strategy, "distribution", None), "transforms", None) or _NONE
 

@@ -106,7 +106,7 @@ def _patches(model: keras.Model, postponed: Any, *given: Any) -> contextlib.Abst
 
 def _before_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[Any]) -> Any:
     """Returns what a replica does with its gradients before they are summed; None if they are summed as they are."""
-    transforms, weigh, shares = gradients.of(strategy), weights.transform, weights.shares
+    transforms, weigh, shares = gradients.transforms_of(strategy), weights.transform, weights.shares
     if not transforms.has(*gradients.ON_REPLICA):
         return weigh and (lambda given, *_: weigh(given))
 
@@ -130,7 +130,7 @@ def _before_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[An
 
 def _after_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[Any]) -> Any:
     """Returns what is done with the sums of gradients before the update; None for nothing."""
-    transforms, shares, count = gradients.of(strategy), weights.shares, weights.num_replicas
+    transforms, shares, count = gradients.transforms_of(strategy), weights.shares, weights.num_replicas
     if not transforms.has(gradients.UPDATE):
         return None
 
@@ -213,7 +213,7 @@ def check_model(strategy: Any, model: keras.Model) -> None:
     What `scope` can move into the scope is moved.
     """
     scope.take_over(strategy, model)
-    model_parallel.check(strategy, model)
+    model_parallel.check_placement(strategy, model)
     devices = strategy.extended.worker_devices
     is_local_gpus = len(devices) == strategy.num_replicas_in_sync and all("GPU" in device for device in devices)
     if model.jit_compile and strategy.num_replicas_in_sync > 1 and not is_local_gpus:

@@ -76,7 +76,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         """
         # Keras begins like this if a data set is distributed already.
         calls.refuse_overlap(self, self._is_exclusive)
-        build(self, model, data, step)
+        build_model(self, model, data, step)
 
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
@@ -273,7 +273,7 @@ def _distributed(leaf: Any) -> Any:
     return leaf.engine.batch(leaf) if isinstance(leaf, BatchHandle) else leaf
 
 
-def build(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step: str, spec: Any = None) -> None:
+def build_model(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step: str, spec: Any = None) -> None:
     """Builds a model; for the arguments see `KerasSteps.build_model`. `spec` is that of a replica's part, if known."""
     is_distributed = isinstance(data, tf.distribute.DistributedDataset)
     batch = (part_spec(data) if spec is None else spec) if is_distributed else data

@@ -18,7 +18,7 @@ from tfdist.transport import mpi
 _WHAT = "starting MPI"
 
 
-def check(communication: Any) -> None:
+def check_communication(communication: Any) -> None:
     """Raises ValueError unless the argument is one of the three words."""
     if communication not in KINDS:
         raise ValueError(
@@ -138,7 +138,7 @@ def _local_state(asked: str, devices: Sequence[str], num_workers: int) -> dict[s
     if not mpi.is_installed():
         return {"problem": "it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"}
     try:
-        name = mpi.name()
+        name = mpi.library_name()
     except (ImportError, RuntimeError, OSError) as error:
         return {"problem": f"mpi4py finds no MPI library ({error}): pip install mpich, or set MPI4PY_LIBMPI"}
     if mpi.needs_launcher(name) and size != num_workers:

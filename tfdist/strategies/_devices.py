@@ -15,7 +15,7 @@ from tfdist.compat.tensorflow import collectives, replicas
 from tfdist.policies.compression import Compression
 
 
-def check(devices_per_replica: Any, policies: Sequence[Any], strategy: str) -> None:
+def check_devices_per_replica(devices_per_replica: Any, policies: Sequence[Any], strategy: str) -> None:
     """Checks the argument, before any work starts.
 
     Raises:

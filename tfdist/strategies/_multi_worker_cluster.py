@@ -100,7 +100,7 @@ def _family(address: str) -> socket.AddressFamily:
 _HEARTBEAT_TIMEOUT_SECS = 10
 
 
-def find(resolver: Any) -> clusters.Cluster | None:
+def find_cluster(resolver: Any) -> clusters.Cluster | None:
     """Returns the cluster from TF_CONFIG or the resolver, checked; None to train alone."""
     if resolver is None:
         cluster = clusters.Cluster.from_environment()
@@ -117,7 +117,7 @@ def empty_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
     return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
 
 
-def meet(cluster: clusters.Cluster, start_timeout_secs: float, has_policy: bool) -> None:
+def join_workers(cluster: clusters.Cluster, start_timeout_secs: float, has_policy: bool) -> None:
     """Waits for all workers, and makes TensorFlow's context join them.
 
     Args:

@@ -39,7 +39,7 @@ _TOLERANCE = 1e-2
 _REMEDY = "do it on every worker, and remove the `if` around it"
 
 
-def gather(agreement: Agreement, value: Any, what: str, is_apart: bool = False) -> dict[Any, Any]:
+def gather_and_compare(agreement: Agreement, value: Any, what: str, is_apart: bool = False) -> dict[Any, Any]:
     """Gathers a value of each worker, and compares the call of Keras that is open, once for each call.
 
     Args:

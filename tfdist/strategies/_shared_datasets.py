@@ -84,7 +84,7 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
     traits = [*_spec(dataset.element_spec), f"{int(dataset.cardinality())} batches", *_checksums(dataset)]
     functions = [] if policy == _POLICY.OFF else _functions(dataset)
     own = [f"AutoShardPolicy.{policy.name}", traits, functions, _orders(dataset), *content]
-    found = _shared_calls.gather(agreement, own, "comparing the data sets", is_apart)
+    found = _shared_calls.gather_and_compare(agreement, own, "comparing the data sets", is_apart)
     contents = {task: _Content(*others) for task, (_, _, _, _, *others) in found.items()}
     _check_same({task: [name] for task, (name, *_) in found.items()})
     if policy == _POLICY.OFF and _are_own(contents):

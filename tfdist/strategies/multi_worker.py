@@ -100,12 +100,12 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         start_timeout_secs: float = 300.0,
         stall_timeout_secs: float = 600.0,
     ) -> None:
-        transforms = gradient_transforms.check(transforms)
-        policies = composition.check(policies, "MultiWorkerMirroredStrategy", transforms)
-        _devices.check(devices_per_replica, policies, "MultiWorkerMirroredStrategy")
-        _communication.check(communication)
+        transforms = gradient_transforms.in_order(transforms)
+        policies = composition.check_policies(policies, "MultiWorkerMirroredStrategy", transforms)
+        _devices.check_devices_per_replica(devices_per_replica, policies, "MultiWorkerMirroredStrategy")
+        _communication.check_communication(communication)
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
-        cluster = _multi_worker_cluster.find(cluster_resolver)
+        cluster = _multi_worker_cluster.find_cluster(cluster_resolver)
         _devices.check_worker(devices_per_replica)
         if cluster is None:
             _communication.check_alone(communication)
@@ -138,7 +138,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
                 self._take_times(1, 0, "/device:CPU:0")
             _common.mend_keras(self)
             return
-        _multi_worker_cluster.meet(cluster, start_timeout_secs, has_policy=composed.aggregation is not None)
+        _multi_worker_cluster.join_workers(cluster, start_timeout_secs, has_policy=composed.aggregation is not None)
         with stalls.interrupt_ends_process(), _devices.of_worker(self, devices_per_replica):
             super().__init__(cluster_resolver, communication_options)
         collectives.broadcast_all_dtypes(self)
@@ -348,7 +348,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         # Of data that were distributed before the call, nothing has been compared in it.
         is_distributed = isinstance(data, tf.distribute.DistributedDataset)
         if agreement is not None and is_distributed and call is not None and not call.is_compared:
-            _shared_calls.gather(agreement, None, "comparing the calls", self._is_apart)
+            _shared_calls.gather_and_compare(agreement, None, "comparing the calls", self._is_apart)
         super().build_model(model, data, step)
 
     @property
@@ -383,7 +383,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             inputs.assume_full_batches(distributed)
         if options is not None or not (self._quorum or self._averaging or self._warming or self._synchronous):
             return distributed
-        own = part_datasets.part_of(dataset, parts[0], count)
+        own = part_datasets.part_for_worker(dataset, parts[0], count)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
         # If the length is not known, the workers agree on the end in each step.

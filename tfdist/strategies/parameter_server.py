@@ -111,9 +111,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         transfer: str = "auto",
         devices_per_replica: int = 1,
     ):
-        transforms = gradient_transforms.check(transforms)
-        policies = composition.check(policies, "ParameterServerStrategy", transforms)
-        _devices.check(devices_per_replica, policies, "ParameterServerStrategy")
+        transforms = gradient_transforms.in_order(transforms)
+        policies = composition.check_policies(policies, "ParameterServerStrategy", transforms)
+        _devices.check_devices_per_replica(devices_per_replica, policies, "ParameterServerStrategy")
         _check_arguments(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
         transfer_plan.check_mode(transfer)
         partitioner = sharded_tables.checked(variable_partitioner)
@@ -304,7 +304,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         self._begin_call()
         # One worker evaluates a whole batch.
         is_whole = step == "test_step" and isinstance(data, WorkerDataset)
-        _common.build(self, model, data, step, data.batch_spec if is_whole else None)
+        _common.build_model(self, model, data, step, data.batch_spec if is_whole else None)
 
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
@@ -527,5 +527,5 @@ def _check_arguments(
         )
     for policy in policies:
         if isinstance(policy, Compression):
-            on_servers.check(policy.codec, f"Received: policies={list(policies)!r}")
+            on_servers.check_codec(policy.codec, f"Received: policies={list(policies)!r}")
     _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)

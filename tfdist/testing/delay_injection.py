@@ -63,7 +63,7 @@ class Delays:
           RuntimeError: other delays are installed.
         """
         if self._stopped is None:
-            delay_hook.install(self._sleep)
+            delay_hook.set_hook(self._sleep)
             # After the hook, so that a failed installation leaves the object stopped.
             self._stopped = threading.Event()
         return self

@@ -281,7 +281,7 @@ def _is_socket(number: str) -> bool:
         return False
 
 
-def name() -> str:
+def library_name() -> str:
     """Returns the MPI library's name and version, in one line; loads it, and starts nothing.
 
     Raises:

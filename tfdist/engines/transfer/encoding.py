@@ -38,7 +38,7 @@ class Encoding:
     """Codec of a strategy, its state, and the bytes that each worker has sent.
 
     Args:
-      chosen: a codec that `on_servers.check` accepts.
+      chosen: a codec that `on_servers.check_codec` accepts.
       memory: of its state.
       num_workers: number of workers.
       variables: see `tfdist.Compression`.

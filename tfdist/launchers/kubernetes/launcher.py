@@ -124,7 +124,7 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
       LaunchError: kubectl is not installed, or the cluster refuses an object, for example because a job of this name
         exists. No object is created then.
     """
-    kubectl = tools.find("kubectl", "install it, or look at the manifests with --dry_run")
+    kubectl = tools.find_tool("kubectl", "install it, or look at the manifests with --dry_run")
     pods = request.pods
     text = yaml_documents([manifests.secret(pods, secrets.token_hex(32)), *request.objects])
     where = (f"--namespace={pods.namespace}",) if pods.namespace else ()
@@ -217,7 +217,7 @@ def _pairs(flag: str, settings: Sequence[str]) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs `tfdist launch kubernetes`. See `command_line.run`."""
-    return command_line.run(_USAGE, define_flags, arguments, _launch)
+    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:

@@ -119,7 +119,7 @@ def _run_task(
     if _is_preempted_too_often(values, task, pod_counts(values.form, os.environ)):
         _log.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
         return GIVEN_UP_EXIT_CODE
-    return wrapping.run(command, env, early=received)
+    return wrapping.run_wrapped(command, env, early=received)
 
 
 def pod_counts(form: str, env: Mapping[str, str]) -> Counts:
@@ -178,7 +178,7 @@ def _run_together(
         member.join(lambda: bool(received))
         if received:
             return TRY_AGAIN_EXIT_CODE
-        code = wrapping.run(command, env, is_over=member.is_over, early=received)
+        code = wrapping.run_wrapped(command, env, is_over=member.is_over, early=received)
         return member.finish(code, lambda: bool(received))
 
 

@@ -241,7 +241,7 @@ class BatchJob:
 def _ask(*command: str) -> str | None:
     """Returns the output of a Slurm command; writes a line and returns None if it failed."""
     try:
-        return tools.run([tools.find(command[0], "call this in a job"), *command[1:]])
+        return tools.run_tool([tools.find_tool(command[0], "call this in a job"), *command[1:]])
     except LaunchError as error:
         _log.say(" ".join(str(error).split()))
         return None

@@ -238,7 +238,7 @@ def submit(request: SlurmRequest) -> int:
     Raises:
       LaunchError: sbatch is not installed, or refuses the job.
     """
-    sbatch = tools.find("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
+    sbatch = tools.find_tool("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
     number = ""
 
     def show(line: str) -> None:
@@ -330,7 +330,7 @@ def _environment(values: flags.FlagValues) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs `tfdist launch slurm`. See `command_line.run`."""
-    return command_line.run(_USAGE, define_flags, arguments, _launch)
+    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:

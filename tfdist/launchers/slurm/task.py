@@ -249,7 +249,7 @@ def _gpus(step: SlurmProcess, tasks: Sequence[Task], job: Shape, env: Mapping[st
     if len(here) == 1 or is_bound:
         return {}
     remedy = f"use --gpus_per_node={len(here)} or more, or fewer --tasks_per_node"
-    shares = environment.share(devices, len(here), None, place=host, remedy=remedy)
+    shares = environment.divide_devices(devices, len(here), None, place=host, remedy=remedy)
     return {environment.VISIBLE: ",".join(shares[here.index(tasks[step.number])])}
 
 
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str]) -> int:
     is_muted = values.quiet_workers and task not in job.reporting
     with contextlib.closing(Notices()) as notices:
         env |= notices.joining
-        code = wrapping.run(command, env, leave, over, str(task), note, is_muted=is_muted)
+        code = wrapping.run_wrapped(command, env, leave, over, str(task), note, is_muted=is_muted)
         wrapping.about_cluster(code, task, job, notices)
     return code
 

@@ -165,7 +165,7 @@ def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
     Raises:
       LaunchError: a host can't be used.
     """
-    tools.find("ssh", "install an OpenSSH client")
+    tools.find_tool("ssh", "install an OpenSSH client")
     asked: dict[str, dict[str, object]] = {}
     files = [] if job.command[0] == "-m" else [job.command[0]]
     for task, (host, slot) in job.places.items():
@@ -237,7 +237,7 @@ def _environment(values: flags.FlagValues) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs `tfdist launch ssh`. See `command_line.run`."""
-    return command_line.run(_USAGE, define_flags, arguments, _launch)
+    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:

@@ -42,7 +42,7 @@ def about_cluster(code: int, task: Task, job: Shape, notices: Notices) -> None:
         _log.say(not_joined(len(job.members), job.num_ps > 0))
 
 
-def run(
+def run_wrapped(
     command: Sequence[str],
     env: Mapping[str, str],
     on_exit: Callable[[int], None] | None = None,

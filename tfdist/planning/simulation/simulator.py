@@ -63,7 +63,7 @@ def simulate(
     """
     model = ModelProfile() if model is None else model
     _check(cluster, model, strategy, num_updates, steps_per_epoch)
-    policies = composition.check(policies, strategy)
+    policies = composition.check_policies(policies, strategy)
     given = tuple(map(repr, policies))
     replicas = cluster.devices_per_worker if strategy == engines.MIRRORED else cluster.workers
     composed = composition.compose(policies, strategy, replicas)

@@ -180,7 +180,7 @@ Segment = Detail | Summary
 _C = TypeVar("_C", bound=Columns)
 
 
-def name(kind: str, serial: int) -> str:
+def file_name(kind: str, serial: int) -> str:
     """Returns the name of a segment's file; `kind` is "detail" or "summary"."""
     return f"{kind}-{serial:010d}.npz"
 

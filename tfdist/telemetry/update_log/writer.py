@@ -390,7 +390,7 @@ class Store:
 
     def _write(self, segment: segments.Segment, replaced: Sequence[_File] = ()) -> str:
         """Writes a segment under a new name, which it returns; the replaced files are removed later."""
-        name = segments.name("detail" if isinstance(segment, segments.Detail) else "summary", self._serial + 1)
+        name = segments.file_name("detail" if isinstance(segment, segments.Detail) else "summary", self._serial + 1)
         whole = dataclasses.replace(
             segment, replaces=tuple(segments.kind_and_serial(each.name)[1] for each in replaced)
         )
