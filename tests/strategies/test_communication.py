@@ -230,7 +230,7 @@ def refusal_of_mpi(agreement: Any, devices: Sequence[str] = CPUS) -> str:
 def installed_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "is_installed", lambda: True)
     monkeypatch.setattr(mpi, "size_of_job", lambda: None)
-    monkeypatch.setattr(mpi, "name", lambda: "MPICH 5.0.2")
+    monkeypatch.setattr(mpi, "library_name", lambda: "MPICH 5.0.2")
 
 
 def test_gpus_are_left_to_nccl():
@@ -245,7 +245,7 @@ def test_a_missing_mpi4py_is_said_with_what_installs_it(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("installed_mpi")
 def test_open_mpi_without_its_launcher_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi, "name", lambda: "Open MPI 5.0.11")
+    monkeypatch.setattr(mpi, "library_name", lambda: "Open MPI 5.0.11")
     line = refusal_of_mpi(Alone())
     assert line.startswith("on worker:0, Open MPI 5.0.11 needs a launcher of its own; start the tasks with mpiexec or")
     assert line.endswith("Received: none has")
@@ -290,10 +290,10 @@ def test_a_launcher_of_another_job_is_not_this_one_s(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mpi, "size_of_job", lambda: 3)
     assert "problem" in _communication._local_state("auto", CPUS, 2)
     monkeypatch.setattr(mpi, "is_installed", lambda: True)
-    monkeypatch.setattr(mpi, "name", lambda: "Open MPI 5.0.11")
+    monkeypatch.setattr(mpi, "library_name", lambda: "Open MPI 5.0.11")
     (problem,) = _communication._local_state("mpi", CPUS, 2).values()
     assert problem.endswith("Received: it has started 3 processes for 2 workers")
-    monkeypatch.setattr(mpi, "name", lambda: "MPICH 5.0.2")
+    monkeypatch.setattr(mpi, "library_name", lambda: "MPICH 5.0.2")
     assert _communication._local_state("mpi", CPUS, 2) == {"library": "MPICH 5.0.2"}
 
 
