@@ -478,8 +478,8 @@ class ErrorFeedback(Transforms):
             return codec.init([tf.TensorSpec(each.shape, each.dtype) for each in variables])
 
         # The third argument, elsewhere `Info`, is the transport.
-        exchange = exchange or codec.exchange
-        both = [GradientTransform(init, exchange, REPLICA, f"{codec!r}, {kind}") for kind in _KINDS]
+        update = exchange or codec.exchange
+        both = [GradientTransform(init, update, REPLICA, f"{codec!r}, {kind}") for kind in _KINDS]
         super().__init__(both, memory or _WorkerMemory(transport))
         self.codec, self._transport = codec, transport
 

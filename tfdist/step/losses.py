@@ -284,7 +284,7 @@ def _patches(
         whole = (lambda: total * counts() / holders) if is_all and total is not None else None
         # One for each loss, or none for a single one.
         pairs = zip(models.trackers_of_single(model), are_sums, strict=False)
-        single = [(metric, *(of_sum if is_one else (share, 1.0))) for metric, is_one in pairs]
+        single: list[tuple[Any, ...]] = [(metric, *(of_sum if is_one else (share, 1.0))) for metric, is_one in pairs]
         if id(tracker) not in weighing:
             single.append((tracker, whole, of_sum[1] if is_all else 1.0))
         weighing |= {id(metric): (metric, _weighing(metric, rows, *how)) for metric, *how in single}
