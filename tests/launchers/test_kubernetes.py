@@ -198,7 +198,7 @@ sys.exit(kubernetes_task.main(sys.argv[2:]))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("step", ["command_line.parse", "wrapping.run"])
+@pytest.mark.parametrize("step", ["command_line.parse", "wrapping.run_wrapped"])
 def test_a_pod_that_is_ended_before_its_script_runs_is_preempted(tmp_path, step):
     script = tmp_path / "train.py"
     script.write_text("import signal\nwhile True: signal.pause()\n")

@@ -19,7 +19,7 @@ WRAPPER = """
 import sys
 from tfdist.launchers.supervise import wrapping
 command = [sys.executable, "-c", sys.argv[1]]
-sys.exit(wrapping.run(command, {{}}, on_signal={}))
+sys.exit(wrapping.run_wrapped(command, {{}}, on_signal={}))
 """
 
 

@@ -203,7 +203,7 @@ def logs_from_flags(values: flags.FlagValues) -> LogSettings:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch local`. See `command_line.run`."""
+    """Runs `tfdist launch local`. See `command_line.run_command`."""
     return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 

@@ -226,7 +226,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch tpu`. See `command_line.run`."""
+    """Runs `tfdist launch tpu`. See `command_line.run_command`."""
     return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 

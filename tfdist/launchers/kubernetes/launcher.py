@@ -216,7 +216,7 @@ def _pairs(flag: str, settings: Sequence[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch kubernetes`. See `command_line.run`."""
+    """Runs `tfdist launch kubernetes`. See `command_line.run_command`."""
     return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 

@@ -329,7 +329,7 @@ def _environment(values: flags.FlagValues) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch slurm`. See `command_line.run`."""
+    """Runs `tfdist launch slurm`. See `command_line.run_command`."""
     return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 
