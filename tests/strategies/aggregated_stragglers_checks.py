@@ -68,7 +68,7 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
 ) -> None:
     strategy = with_spares(1)
     push, pushed = rounds.RoundStep.push, []
-    monkeypatch.setattr(rounds.RoundStep, "push", lambda self, given: (pushed.append(given), push(self, given))[1])
+    monkeypatch.setattr(rounds.RoundStep, "push", lambda self, *given: (pushed.append(given), push(self, *given))[1])
     before = strategy.report()
     with strategy.scope():
         metrics = [Examples()]
@@ -147,11 +147,11 @@ def test_a_worker_killed_while_it_pushes_is_not_counted(
     model = compiled(strategy, metrics=None)
     push, victims = rounds.RoundStep.push, [LAST]
 
-    def push_and_die(self: Any, contribution: Any) -> Any:
+    def push_and_die(self: Any, *contribution: Any) -> Any:
         if victims and f"task:{LAST}/" in contribution[0].backing_device:
             victims.pop()
             tfdist.testing.kill(strategy, f"worker:{LAST}")
-        return push(self, contribution)
+        return push(self, *contribution)
 
     monkeypatch.setattr(rounds.RoundStep, "push", push_and_die)
     before = strategy.report()
@@ -177,11 +177,11 @@ def test_a_gradient_that_is_not_delivered_is_given_up(
     monkeypatch.setattr(round_runner, "_DELIVERY_SECS", 0.5)
     push, victims = rounds.RoundStep.push, [LAST]
 
-    def push_and_stop(self: Any, contribution: Any) -> Any:
+    def push_and_stop(self: Any, *contribution: Any) -> Any:
         if victims and f"task:{LAST}/" in contribution[0].backing_device:
             victims.pop()
             tfdist.testing.stop_task(strategy, f"worker:{LAST}")
-        return push(self, contribution)
+        return push(self, *contribution)
 
     monkeypatch.setattr(rounds.RoundStep, "push", push_and_stop)
     try:

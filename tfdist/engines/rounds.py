@@ -364,7 +364,6 @@ class RoundStep:
 
     Attributes:
       contribute: computes a contribution from a worker's iterator, on the default device, which is the worker.
-      push: sends a contribution from its worker, the default device, to the parameter servers.
       rebuild: packs flat logs into what Keras' step returns.
     """
 
@@ -405,7 +404,6 @@ class RoundStep:
         scope_checks.check_graph(step, self.contribute)
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs]
         self._push = self._trace(self._to_servers, self._specs)
-        self.push: Callable[..., list[tf.Tensor]] = self._push if self._encoding is None else self._counted
         self._packing = Packing()
         self.rebuild = self._packing.rebuild
         # By the number of contributions.
@@ -434,7 +432,10 @@ class RoundStep:
             specs = tf.nest.flatten(self._spec, expand_composites=True)
             self._from_batch = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
 
-    def _counted(self, *contribution: tf.Tensor) -> list[tf.Tensor]:
+    def push(self, *contribution: tf.Tensor) -> list[tf.Tensor]:
+        """Sends a contribution from its worker, the default device, to the parameter servers."""
+        if self._encoding is None:
+            return self._push(*contribution)
         *pushed, sent = self._push(*contribution)
         self._encoding.count(coordinator.this_worker(), int(sent.numpy()))
         return pushed
