@@ -358,8 +358,9 @@ class StepQueue:
 
     def _count_updates(self, step: QueuedStep, worker: int, made: MadeSteps, now: float) -> None:
         num_updates = len(made.staleness)
-        # Of several steps in one execution, the times of the first start and of the last end are known.
-        secs = (now - step.started_at) / num_updates
+        # Of several steps in one execution, the times of the first start and of the last end are known. A step whose
+        # gradients are accumulated for a later one makes no update.
+        secs = (now - step.started_at) / max(1, num_updates)
         for index, known in enumerate(made.staleness):
             # The chief's estimate: the updates that arrived while the step was under way.
             staleness = self._updates - step.local_step if known is None else known
