@@ -296,8 +296,9 @@ def test_quiet_workers_print_only_the_chief_and_who_fails(script, tmp_path):
     assert first == "tfdist: worker:1 failed first (exit code 3); ending all tasks"
     assert lines[0] == "tfdist: the last lines of worker:1:"
     assert sorted(lines[1:3]) == ["tfdist:   the cause", "tfdist:   worker:1 says 1"]
-    assert lines[3] == "tfdist: worker:1 failed first (exit code 3); all tasks have ended"
     log = tmp_path / "1" / "attempt_0" / "worker_1"
+    assert lines[3] == f"tfdist: its output is below {log.parent}"
+    assert lines[4] == "tfdist: worker:1 failed first (exit code 3); all tasks have ended"
     assert (log / "stdout.log").read_text() == "worker:1 says 1\n"
     assert (log / "stderr.log").read_text() == "the cause\n"
 
