@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass over data reads its own batches, and makes no iterator and traces no function for nothing."""
+"""A pass over data reads its own batches, and a gather traces nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.distribute import cross_device_ops, input_lib
+from tensorflow.python.distribute import cross_device_ops
 
 import tfdist
 
 pytestmark = pytest.mark.devices
 
 X = np.arange(44, dtype=np.float32)[:, None]
-
-
-def _model(strategy: Any) -> keras.Model:
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
-        model.compile("sgd", "mse")
-    return model
 
 
 def _counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
@@ -45,26 +37,6 @@ def test_two_passes_at_a_time_read_their_own_batches(cpus: list[str]) -> None:
     for iterator, expected in ((first, X[10:]), (second, X)):
         parts = [strategy.experimental_local_results(batch[0]) for batch in iterator]
         np.testing.assert_array_equal(np.concatenate([part for each in parts for part in each]), expected)
-
-
-@pytest.mark.parametrize("rows", [44, 40, 1])
-def test_predict_makes_the_iterator_that_it_reads(cpus: list[str], monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    model = _model(tfdist.MirroredStrategy(cpus[:2]))
-    made = _counting(monkeypatch, input_lib, "_create_iterators_per_worker")
-    for _ in range(2):
-        np.testing.assert_array_equal(model.predict(X[:rows], batch_size=10, verbose=0), X[:rows])
-    assert len(made) == 2
-
-
-def test_validation_makes_no_iterator_that_is_not_read(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model(tfdist.MirroredStrategy(cpus[:2]))
-    model.fit(X, X, batch_size=10, epochs=1, validation_data=(X, X), verbose=0)
-    made = _counting(monkeypatch, input_lib, "_create_iterators_per_worker")
-    model.fit(X, X, batch_size=10, epochs=3, verbose=0)
-    without = len(made)
-    model.fit(X, X, batch_size=10, epochs=3, validation_data=(X, X), validation_batch_size=10, verbose=0)
-    # The model is built from the specs of the data, so that Keras makes one to read.
-    assert len(made) - without == without + 3
 
 
 def test_gather_outside_of_a_graph_traces_nothing(cpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

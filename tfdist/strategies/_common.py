@@ -176,7 +176,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         times, recorder = StepClock(num_rows, own_row, device), self.distribution.recorder
         if not averages:
             self._times, recorder.is_complete = times, True
-            inputs.note_input_times(self)
+            inputs.note_input_times()
 
         # A monitor of the user's may ask for a report beside the callback of a fit.
         lock = threading.Lock()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import hashlib
@@ -51,6 +52,8 @@ NEEDS = (
     "tensorflow.python.data.ops.skip_op:_SkipDataset._count",
     "tensorflow.python.data.ops.structured_function:StructuredFunctionWrapper.function",
     "tensorflow.python.data.ops.take_op:_TakeDataset._count",
+    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.get_next",
+    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.get_next_as_optional",
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_list",
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_optional_list",
     "tensorflow.python.eager.polymorphic_function.function_type_utils:make_function_type(input_signature)",
@@ -359,26 +362,38 @@ def generated_of(dataset: tf.data.Dataset) -> list[FirstElements]:
 
 # Observes how long a strategy's own iterators read.
 #
-# A `tf.function` that trains calls `next` of a distributed iterator, which reads on this worker first, and asks the
-# other workers for the end of the data after that. Only the first part is input. There is no public way between the
-# two. What reads does not know its strategy: it is the current one, or the only one whose times are taken.
+# A `tf.function` that trains calls `next` of a distributed iterator. That reads on this worker first, and then
+# exchanges the end of the data with the other workers. Only the first part is input. There is no public way between the
+# two.
 
 
-_timed: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+# Takes a function that reads, and returns what it has read.
+NoteRead = Callable[[Callable[[], Any]], Any]
+_note_read: contextvars.ContextVar[NoteRead | None] = contextvars.ContextVar("_note_read", default=None)
 
 
-def note_input_times(strategy: tf.distribute.Strategy) -> None:
-    """From now on `note_read` of this strategy is called with what reads a batch of its, if it is not None."""
-    _timed.add(strategy)
+def note_input_times() -> None:
+    """From now on `note_read` of an iterator's strategy, if it has one, is called with what reads."""
+    for name in ("get_next", "get_next_as_optional"):
+        patching.once(input_lib.DistributedIteratorBase, name, _noted_of_strategy)
     for name in ("get_next_as_list", "get_next_as_optional_list"):
         patching.once(input_lib._SingleWorkerDatasetIteratorBase, name, _noted)
 
 
+def _noted_of_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_next(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _note_read.set(getattr(self._strategy, "note_read", None))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _note_read.reset(token)
+
+    return get_next
+
+
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        current = tf.distribute.get_strategy()
-        strategies = [current] if current in _timed else list(_timed)
-        note_read: Any = strategies[0].note_read if len(strategies) == 1 else None
+        note_read = _note_read.get()
         if note_read is None:
             return original(self, *args, **kwargs)
         return note_read(lambda: original(self, *args, **kwargs))
