@@ -64,7 +64,7 @@ _OF_TENSORFLOW = "tensorflow/python/"
 
 
 def calls_of_tensorflow(frame: FrameType | None) -> tuple[str, str]:
-    """What the thread of an innermost frame, or this thread for None, calls of TensorFlow's.
+    """Call of TensorFlow's that the thread of an innermost frame is in, or this thread for None.
 
     Returns:
       (operation, line): the function that calls the operation of a collective, such as "collective_gather_v2", and the

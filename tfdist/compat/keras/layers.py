@@ -63,7 +63,7 @@ def _making(original: Any) -> Any:
 
 
 def of_thread(name: str) -> Any:
-    """What Keras keeps under a name for this thread; None if it keeps nothing."""
+    """Value that Keras keeps under a name for this thread; None if it keeps nothing."""
     return global_state.get_global_attribute(name)
 
 

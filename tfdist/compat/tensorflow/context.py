@@ -169,7 +169,7 @@ class CollectiveFunction:
 
     @functools.cached_property
     def collectives(self) -> str:
-        """How many it has of which kinds; "" if its graph is gone."""
+        """Counts its collectives by kind; "" if its graph is gone."""
         graph = self.graph()
         return "" if graph is None else collectives_of(graph)
 

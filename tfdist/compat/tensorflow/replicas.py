@@ -385,7 +385,7 @@ def _set_of_keys(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
 
 
 def operations_of(strategy: Any) -> Any:
-    """What reduces the values of a strategy's replicas."""
+    """Object that reduces the values of a strategy's replicas."""
     return strategy.extended._cross_device_ops
 
 
