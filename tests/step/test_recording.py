@@ -276,5 +276,5 @@ def test_metrics_that_are_no_sums_are_those_of_the_plain_step(combine: Callable[
 
 def test_a_metric_that_cannot_be_added_up_is_refused() -> None:
     model = made(metrics=[Largest(lambda value, y: 0.9 * value + tf.reduce_mean(y))])
-    with pytest.raises(ValueError, match=r"metric's variable has to be updated as assign\(variable \+ x\).*largest"):
+    with pytest.raises(ValueError, match=r"update a metric's variable as assign\(variable \+ x\).*largest"):
         Halves(model)
