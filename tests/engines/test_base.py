@@ -17,7 +17,6 @@ from tfdist.engines.base import Engine
 from tfdist.engines.quorum import QuorumEngine, QuorumSums
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.policies.saved_state import SavedState
-from tfdist.strategies import multi_worker
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
 
@@ -28,10 +27,9 @@ MEMBERS = [name for name in (*vars(SavedState), *vars(Engine)) if not name.start
 
 
 def _engines() -> list[type]:
-    """Classes of the package, and of a strategy, that are named as engines."""
+    """Classes of the package that are named as engines."""
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(ROOT.rglob("*.py"))]
     found = [importlib.import_module(f"tfdist.engines.{name}") for name in modules if not name.endswith("__init__")]
-    found.append(multi_worker)
     classes = [each for module in found for each in vars(module).values() if inspect.isclass(each)]
     return list(dict.fromkeys(each for each in classes if each.__name__.endswith("Engine") and each is not Engine))
 
@@ -54,7 +52,6 @@ def test_every_engine_is_found():
         "AveragingEngine",
         "AsynchronousEngine",
         "QuorumEngine",
-        "SynchronousEngine",
         "ThreadedEngine",
         "WarmupEngine",
     }

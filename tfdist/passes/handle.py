@@ -16,6 +16,7 @@ happen at each step is therefore in the graph: an operation that calls Python, o
 | averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
 | warmup | elements of the data, or iterators over them | the step of one replica, of several, or of none |
 | parameter_server | numbers of pass and batch, an int64 | in own loops: an operation that makes the step |
+| the strategy (multi-worker, no policy) | the worker's part, from tf.data | the step of its replica |
 
 Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of all kinds,
 passes and data sets that a graph names by number. It keeps neither passes nor engines alive: a strategy owns its
@@ -52,7 +53,7 @@ class HandleKind:
 
     Attributes:
       number: its place in the registry.
-      engine_of: returns the engine that the handles are for, or None if it is gone.
+      engine_of: returns the engine, or strategy, that makes the steps on the handles; None if it is gone.
       element_spec: the structure of `tf.TypeSpec`s of a batch, or of the engine's own elements.
       form: for the engine, hashable: how it runs a step on such a batch.
       content_spec: the structure of `tf.TypeSpec`s of a handle's content.

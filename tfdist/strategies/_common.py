@@ -122,8 +122,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
             is_batch = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
             if is_batch and step.is_bound and step.kind == "train":
-                return tf.nest.map_structure(mark_reduced, args[0].engine.run(step, args[0]))
-            args, kwargs = tf.nest.map_structure(_distributed, (args, kwargs))
+                return tf.nest.map_structure(mark_reduced, self._run_on_handle(step, args[0]))
+            stands = lambda leaf: self._batch_of(leaf) if isinstance(leaf, BatchHandle) else leaf  # noqa: E731
+            args, kwargs = tf.nest.map_structure(stands, (args, kwargs))
         if not step.is_bound or len(args) != 1 or kwargs:
             return self._run_function(stock, step, args, kwargs)
         if not tf.executing_eagerly():
@@ -144,6 +145,14 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             sum_gradients=sum_gradients,
             times=times,
         )
+
+    def _run_on_handle(self, step: Step, handle: BatchHandle) -> Any:
+        """Runs a model's `train_step` on the batch that a handle stands for."""
+        return handle.engine.run(step, handle)
+
+    def _batch_of(self, handle: BatchHandle) -> Any:
+        """The batch that a handle stands for, as distributed values."""
+        return handle.engine.batch(handle)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution; see `train_functions.ask_strategies`.
@@ -267,10 +276,6 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)
-
-
-def _distributed(leaf: Any) -> Any:
-    return leaf.engine.batch(leaf) if isinstance(leaf, BatchHandle) else leaf
 
 
 def build_model(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step: str, spec: Any = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import atexit
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +23,6 @@ from tfdist.engines import agreement as agreements
 from tfdist.engines import quorum as quorum
 from tfdist.engines.agreement import SharedUsage
 from tfdist.engines.averaging import AveragingEngine
-from tfdist.engines.base import Engine
 from tfdist.engines.quorum import QuorumSums
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.passes import handle as handles
@@ -79,8 +78,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     # `None` without a policy.
     _quorum: quorum.QuorumEngine | None = None
-    # `None` with a policy that decides about each update, and where a worker has several devices.
-    _synchronous: SynchronousEngine | None = None
+    # True for workers of one device each, without a policy: `fit` reads their parts.
+    _knows_sizes = False
     # `None` without Compression.
     _compressed: CompressedSums | None = None
     # For example a job of several workers of which the launcher has given up all but one.
@@ -152,19 +151,59 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self._start_quorum(composed.aggregation, cluster, stall_timeout_secs)
         self._start_engines(composed, num_workers)
         of_workers = {"Compression": self._compressed} if self._compressed else None
-        engines = (self._quorum, self._warming, self._averaging, self._synchronous)
-        self.distribution.take(policies, *engines, of_workers=of_workers)
+        self.distribution.take(policies, self._quorum, self._warming, self._averaging, of_workers=of_workers)
         # Of all that is done at the end of the program the first.
         atexit.register(self._agreements().end)
 
-    def _run_synchronous(self, step: Any, data: Any, shares_of: Any, limits: Any) -> Any:
+    # Steps of `fit` on workers of one device each, without a policy. On each worker, in one graph:
+    #
+    #     tf.data        this worker's part of the batch, and the number of examples in all parts together
+    #     step           forward, backward; gradients weighed by examples; counts of the metrics
+    #     one sum        gradients, counts, logs and statistics of all workers
+    #     update         the optimizer, from the sums; the same on all workers
+    #
+    # What can be known without asking is not asked: all workers read the same batches (`_shared_datasets.compare`), so
+    # each knows the size of a batch, and in which step the data end. Where that does not hold, such as for data of
+    # unknown length, TensorFlow's own iterator asks the others.
+
+    def _in_fit(self, own: tf.data.Dataset, element_spec: Any, whole: Callable[[], Any]) -> handles.DistributedDataset:
+        """Makes the data set whose batches `fit` reads like that.
+
+        Args:
+          own: this worker's part of each batch, with the size of the batch.
+          element_spec: of whole batches.
+          whole: makes the stock data set.
+        """
+        size = splitting.static_size(element_spec)
+        is_even = size is not None and size % self.num_replicas_in_sync == 0
+        given = handles.in_handles(self, step_times.timed(own), is_even, prefetched=0)
+        return _PartsInFit(lambda: self._times and self._times.begin_pass(), given, whole)
+
+    def _run_on_handle(self, step: Step, handle: handles.BatchHandle) -> Any:
+        if handle.engine is not self:
+            return super()._run_on_handle(step, handle)
+        is_even, (called, (_, total), got) = handle.kind.form, handle.content
+
+        def shares_of(parts: list[Any]) -> Shares | None:
+            return None if is_even else Shares.of_batches(parts, lambda rows: total, self.num_replicas_in_sync)
+
         run = lambda each, given: self._run_stock(each, (given,), model=step.model)  # noqa: E731
         super()._prepare(step.model)
         if self._compressed:
             self._compressed.prepare_in_fit(step.model)
         sum_gradients = self._compressed.in_step if self._compressed else None
-        times = self._times.begin(limits) if self._is_timed else None
-        return run_step(self, run, step, data, self._sums.in_step, shares_of, sum_gradients, times)
+        times = self._times.begin(tf.stack([called, got])) if self._is_timed else None
+        part = self._batch_of(handle)
+        return run_step(self, run, step, part, self._sums.in_step, shares_of, sum_gradients, times)
+
+    def _batch_of(self, handle: handles.BatchHandle) -> Any:
+        if handle.engine is not self:
+            return super()._batch_of(handle)
+        return replicas.values_of_replicas([handles.without_optionals(handle.content[1][0])], always_wrap=False)
+
+    def explained(self, error: Exception) -> BaseException | None:
+        """See `Closing.explained`; in place of TensorFlow's error that of a sum in Python, as by MPI."""
+        return self._sums.failure() or super().explained(error)
 
     def _before_call(self, call: calls.Call) -> None:
         super()._before_call(call)
@@ -249,7 +288,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution.spares = lambda: self.num_replicas_in_sync - self.replicas_to_aggregate
 
     def _start_engines(self, composed: composition.Composition, num_workers: int) -> None:
-        """Starts the engines of a warmup, of averaging, and of synchronous steps of one replica per worker."""
+        """Starts the engines of a warmup and of averaging."""
         parts, sum_up, record = self._parts(), self._sum_over_workers, self.distribution.recorder.record
         if composed.warmup:
             # Without a policy for what follows, the number of examples is not known after the phase.
@@ -268,8 +307,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if is_plain:
             self._take_times(num_workers, replicas.worker_index(self), replicas.worker_device(self))
         if is_plain and len(self.extended.worker_devices) == 1:
-            begin = lambda: self._times.begin_pass() if self._times else None  # noqa: E731
-            self._synchronous = SynchronousEngine(self._run_synchronous, num_workers, self._sums.failure, begin)
+            self._knows_sizes = True
 
     def _record(self, update: Update, examples: int) -> None:
         # Only the quorum server's policy decides; every worker receives the result.
@@ -307,7 +345,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         epoch_iterator = calls.epochs_being_made()
         check_fixed_sizes(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
         dataset = inputs.untuned(dataset, epoch_iterator)
-        if self._quorum or self._synchronous:
+        if self._quorum or self._knows_sizes:
             # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.
             dataset = inputs.sized(dataset, epoch_iterator)
         return self._divided(dataset, options, epoch_iterator)
@@ -381,14 +419,14 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         distributed = inputs.explained_first_batch(distributed, splitting.explain)
         if is_known:  # All workers reach the end in the same step.
             inputs.assume_full_batches(distributed)
-        if options is not None or not (self._quorum or self._averaging or self._warming or self._synchronous):
+        if options is not None or not (self._quorum or self._averaging or self._warming or self._knows_sizes):
             return distributed
         own = part_datasets.part_for_worker(dataset, parts[0], count)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
         # If the length is not known, the workers agree on the end in each step.
-        if self._synchronous and is_known and tf.executing_eagerly():
-            whole = self._synchronous.distribute(own, dataset.element_spec, lambda: distributed)
+        if self._knows_sizes and is_known and tf.executing_eagerly():
+            whole = self._in_fit(own, dataset.element_spec, lambda: distributed)
         return self._warming.distribute(whole, [own]) if self._warming else whole
 
     def distribute_datasets_from_function(
@@ -431,86 +469,21 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         one_replica.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)
 
 
-# Synchronous training on several workers of one device each, without a policy.
-#
-# How a step flows, on each worker; nothing of it is Python's:
-#
-#     tf.data        this worker's part of the batch, and the number of examples in all parts together
-#     step           forward, backward; gradients weighed by examples; counts of the metrics
-#     one sum        gradients, counts, logs and statistics of all workers
-#     update         the optimizer, from the sums; the same on all workers
-#
-# What can be known without asking is not asked: all workers read the same batches (the strategy has compared the data
-# sets), so each knows the size of a batch, and in which step the data end. Where that does not hold, such as for data
-# of unknown length, TensorFlow's own iterator asks the others.
-#
-# The strategy owns the engine; a pass is an iterator of tf.data's, which Keras owns.
-
-
-# Makes a Keras step on all replicas: (step, data, shares_of, limits of the read); see `replicated_step.run_step`, and
-# `StepClock.begin`.
-RunStep = Callable[[Any, Any, Callable[[list[Any]], Shares | None], Any], Any]
-
-
-class SynchronousEngine(Engine):
-    """Makes the steps of `fit` on batches whose size every worker knows.
+class _PartsInFit(handles.DistributedDataset):
+    """This worker's parts of batches whose size every worker knows, for `fit`; all others read the stock data set.
 
     Args:
-      run_step: makes a step.
-      num_replicas: replicas on all workers.
-      failure: returns the exception of a sum over the workers that has failed, if one has.
-      begin_pass: called before a pass of `fit`.
+      begin_pass: called before each pass of `fit`.
+      own: see `DistributedDataset`.
+      whole: see `DistributedDataset`.
     """
 
-    def __init__(
-        self,
-        run_step: RunStep,
-        num_replicas: int,
-        failure: Callable[[], BaseException | None] = lambda: None,
-        begin_pass: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._run_step = run_step
-        self._num_replicas = num_replicas
-        self._failure = failure
+    def __init__(self, begin_pass: Callable[[], object], own: tf.data.Dataset, whole: Callable[[], Any]) -> None:
+        super().__init__(None, own, whole)
         self._begin_pass = begin_pass
 
-    def raised_in_step(self, error: Exception) -> BaseException | None:
-        """See `Engine.raised_in_step`: of a sum in Python, as by MPI."""
-        del error
-        return self._failure()
-
-    def distribute(
-        self, own: tf.data.Dataset, element_spec: Any, whole: Callable[[], Any]
-    ) -> handles.DistributedDataset:
-        """Makes a data set for `fit` and for others.
-
-        Args:
-          own: this worker's part of each batch, with the size of the batch.
-          element_spec: of whole batches.
-          whole: makes the stock data set.
-        """
-        size = splitting.static_size(element_spec)
-        is_even = size is not None and size % self._num_replicas == 0
-        given = handles.in_handles(self, step_times.timed(own), is_even, prefetched=0)
-        return handles.DistributedDataset(self, given, whole)
-
-    def open(self, dataset: handles.DistributedDataset, fit: Any) -> Iterator[Any] | None:
-        """See `Engine.open`: a pass of `fit`; all others read the stock data set."""
-        if fit is None:
-            return None
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly() or calls.iterating_fit() is None:
+            return iter(self.whole)
         self._begin_pass()
-        return iter(dataset.own)
-
-    def run(self, step: Step, handle: handles.BatchHandle) -> Any:
-        """See `Engine.run`."""
-
-        def shares_of(parts: list[Any]) -> Shares | None:
-            is_even = handle.kind.form
-            return None if is_even else Shares.of_batches(parts, lambda rows: total, self._num_replicas)
-
-        called, (_, total), got = handle.content
-        return self._run_step(step, self.batch(handle), shares_of, tf.stack([called, got]))
-
-    def batch(self, handle: handles.BatchHandle) -> Any:
-        """Part of the batch for this worker, as distributed values."""
-        return replicas.values_of_replicas([handles.without_optionals(handle.content[1][0])], always_wrap=False)
+        return iter(self.own)
