@@ -15,7 +15,7 @@ import tensorflow as tf
 from overlapping import in_thread
 
 import tfdist
-from tfdist.compat.keras import calls
+from tfdist.compat.keras import calls, functions
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(120)]
 
@@ -168,3 +168,16 @@ def test_a_function_put_in_place_of_fit_is_a_fit_and_gets_what_was_given(
     model = _model(strategy)
     model.fit(X, Y, verbose=0, callbacks=[Watch(lambda: kinds.extend(_kinds()))])
     assert kinds == ["fit"] and given == [(2, ["callbacks", "verbose"])]
+
+
+def test_a_function_put_in_place_of_make_train_function_is_known(strategy: Any, monkeypatch: pytest.MonkeyPatch):
+    asked, stock = list[str](), inspect.unwrap(keras.Model.make_train_function)
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(calls.TRAINER, "make_train_function", timed)
+    functions.ask_strategies()
+    monkeypatch.setattr(type(strategy), "function_of", lambda self, model, kind, made: asked.append(kind) or made)
+    _model(strategy).fit(X, Y, verbose=0)
+    assert asked == ["train"]

@@ -425,6 +425,8 @@ _own("step tracked by other names, even parts", model=own_models.Named, data=(X[
 _own("step reads losses after its update", model=own_models.LossesAfterUpdate, fit={"epochs": 1})
 _own("step with slices", model=own_models.Slices)
 _own("step that assigns", model=own_models.stepping(own_models.by_hand), fit={"epochs": 1})
+_own("functions around those of Keras", model=own_models.FunctionsAroundKeras, calls=BOTH)
+_own("own functions", model=own_models.OwnFunctions, calls=BOTH)
 _add("own compute_loss", lambda: OPTIMIZERS.Adam(0.01), model=own_models.OwnLoss, calls=["evaluate"])
 
 

@@ -130,6 +130,48 @@ class Slices(stepping(mean_by_hand)):
         return {"loss": self.update(loss)}
 
 
+# Functions that Keras calls for each execution.
+
+
+class FunctionsAroundKeras(Own):
+    """Wraps the functions that Keras makes."""
+
+    def make_train_function(self, force=False):
+        super().make_train_function(force=force)
+        self.train_function = self._around(self.train_function)
+
+    def make_test_function(self, force=False):
+        super().make_test_function(force=force)
+        self.test_function = self._around(self.test_function)
+
+    def make_predict_function(self, force=False):
+        super().make_predict_function(force=force)
+        self.predict_function = self._around(self.predict_function)
+
+    def _around(self, made: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda given: made(given)
+
+
+class OwnFunctions(Own):
+    """Makes the functions of training and evaluation itself."""
+
+    def make_train_function(self, force=False):
+        self.train_function = self._of_step(self.train_step)
+
+    def make_test_function(self, force=False):
+        self.test_function = self._of_step(self.test_step)
+
+    def _of_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        strategy = self.distribute_strategy
+
+        @tf.function
+        def once(batch):
+            logs = strategy.run(step, args=(batch,))
+            return {name: strategy.experimental_local_results(value)[0] for name, value in logs.items()}
+
+        return lambda iterator: once(next(iterator))
+
+
 # Losses.
 
 

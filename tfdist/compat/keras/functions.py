@@ -31,22 +31,25 @@ def ask_strategies() -> None:
     makes an execution: of an iterator, whose logs it returns, or for "predict" of a list of batches.
     """
     for kind in ("train", "test", "predict"):
-        patching.once(calls.TRAINER, f"make_{kind}_function", _asking)
+        patching.once(calls.TRAINER, f"make_{kind}_function", _asking(kind))
 
 
-def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
-    kind = original.__name__.removeprefix("make_").removesuffix("_function")
+def _asking(kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     name = f"{kind}_function"
 
-    def make(self: Any, force: bool = False) -> Any:
-        is_new = force or getattr(self, name) is None
-        made = original(self, force=force)
-        function_of = getattr(self.distribute_strategy, "function_of", None)
-        if function_of is not None and is_new:
-            setattr(self, name, function_of(self, kind, getattr(self, name)))
-        return made
+    # A program may have put a function of its own in the method's place, of any name and signature.
+    def asking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = getattr(self, name)
+            made = original(self, *args, **kwargs)
+            function_of, function = getattr(self.distribute_strategy, "function_of", None), getattr(self, name)
+            if function_of is not None and function is not None and function is not before:
+                setattr(self, name, function_of(self, kind, function))
+            return made
 
-    return make
+        return make
+
+    return asking
 
 
 def observe(model: keras.Model, is_over: Callable[[], bool], after_call: Callable[[float], None]) -> bool:
