@@ -81,7 +81,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
         scope.begin(self, call, self._trained_alone)
-        inputs.count_single_batch(self, call)
+        if call.model.distribute_strategy is self:
+            models.leave_building_to_strategy(call.model)
+            inputs.count_single_batch(self, call)
         # A model may be kept on one device on purpose, beside others: it is trained.
         distribution = getattr(self, "distribution", None)
         is_alive = distribution is not None and not distribution.is_closed
@@ -177,7 +179,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     @property
     def note_read(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """Reads a batch and notes the times, or None: see `compat.tensorflow.inputs`."""
+        """Reads a batch and notes the times, or None: see `inputs.leave_untuned`."""
         return self._times.note_read if self._times else None
 
     def _take_times(self, num_rows: int, own_row: int | None, device: str, averages: bool = False) -> StepClock:
@@ -185,7 +187,6 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         times, recorder = StepClock(num_rows, own_row, device), self.distribution.recorder
         if not averages:
             self._times, recorder.is_complete = times, True
-            inputs.note_input_times()
 
         # A monitor of the user's may ask for a report beside the callback of a fit.
         lock = threading.Lock()
@@ -297,7 +298,6 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     remember_lines()
     calls.before_each(strategy._before_call)
     train_functions.ask_strategies()
-    models.leave_building_to_strategy()
     replicas.give_keys(strategy)
     build_in_scope(strategy, scope.redirected)
     saving.wait_for_variables()

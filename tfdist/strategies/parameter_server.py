@@ -197,7 +197,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         saving.clear_tasks()
         calls.before_each(self._before_call)
         train_functions.ask_strategies()
-        models.leave_building_to_strategy()
 
     def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> AsynchronousEngine:
         """Builds the engine that runs all functions on the workers."""
@@ -260,7 +259,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if variable_partitioner is not None:
             sharding.look_up_in_shards(has_shards)
             sharding.save_in_shards(has_shards)
-            saving.export_shards(has_shards)
             sharding.restore_in_slices()
         if variable_partitioner is not None or is_lazy:
             sharding.replace_update(
@@ -312,6 +310,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if self.distribution.is_closed:
             return
         if call.model.distribute_strategy is self:
+            models.leave_building_to_strategy(call.model)
             call.ends.append(self._engine.end_call)
             if call.kind == "fit" and isinstance(self._training, RoundEngine):
                 call.after.append(self._training.end_fit)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 import weakref
@@ -48,25 +49,22 @@ _NAME_SCOPES = "name_scope_stack"
 _called: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def leave_building_to_strategy() -> None:
-    """From now on Keras leaves the building of a model to `build_model` of its strategy, if that has such a method.
+_BUILD = "_maybe_symbolic_build"
+
+
+def leave_building_to_strategy(model: keras.Model) -> None:
+    """From now on Keras leaves the building of this model to `build_model` of its strategy.
 
     It is called with the model, the distributed data set of the call or a batch, and the name of the step.
     """
-    patching.once(calls.TRAINER, "_maybe_symbolic_build", _left_to_strategy)
+    if patching.of(model, _BUILD) is None:
+        patching.put(model, _BUILD, functools.partial(_build_by_strategy, weakref.ref(model)))
 
 
-def _left_to_strategy(original: Callable[..., None]) -> Callable[..., None]:
-    def build_before_call(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        build_model = getattr(self.distribute_strategy, "build_model", None)
-        if build_model is None:
-            original(self, iterator=iterator, data_batch=data_batch)
-            return
-        call = calls.current()
-        step = "test_step" if call is not None and call.kind in ("evaluate", "test_on_batch") else "train_step"
-        build_model(self, data_batch if iterator is None else fit.data_of(iterator), step)
-
-    return build_before_call
+def _build_by_strategy(model_of: Callable[[], Any], iterator: Any = None, data_batch: Any = None) -> None:
+    model, call = model_of(), calls.current()
+    step = "test_step" if call is not None and call.kind in ("evaluate", "test_on_batch") else "train_step"
+    model.distribute_strategy.build_model(model, data_batch if iterator is None else fit.data_of(iterator), step)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import functools
 import hashlib
@@ -52,8 +51,8 @@ NEEDS = (
     "tensorflow.python.data.ops.skip_op:_SkipDataset._count",
     "tensorflow.python.data.ops.structured_function:StructuredFunctionWrapper.function",
     "tensorflow.python.data.ops.take_op:_TakeDataset._count",
-    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.get_next",
-    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.get_next_as_optional",
+    "tensorflow.python.distribute.input_lib:DistributedIterator._iterators",
+    "tensorflow.python.distribute.input_lib:_SingleWorkerOwnedDatasetIterator._iterator",
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_list",
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_optional_list",
     "tensorflow.python.eager.polymorphic_function.function_type_utils:make_function_type(input_signature)",
@@ -183,38 +182,20 @@ def _is_of_arrays(epoch_iterator: Any) -> bool:
     return isinstance(getattr(epoch_iterator, "data_adapter", None), ArrayDataAdapter)
 
 
-# Makes the pipelines with which TensorFlow hands batches to replicas cheap, not tuned; and in order.
+# Makes the pipelines with which TensorFlow hands batches to replicas cheap, not tuned.
 #
 # For each pass over a distributed data set TensorFlow makes, besides the user's pipeline, one for each device, which
 # fetches that device's batches. Its options can't be set from outside. Each has a thread for tuning, where there is
 # nothing to tune. It may hold up the program when it is deleted, as above.
 #
-# In a graph TensorFlow reads for all devices at once. An error of the data is raised for one of them, and for the next
-# one the data are at their end. If end-of-data wins the race, the error is lost. Read one after the other, the error
-# comes first.
-#
-# Two functions are replaced, for good and for the whole process: who iterates later, and in which thread, is not known
+# The function is replaced, for good and for the whole process: who iterates later, and in which thread, is not known
 # here.
 
 
 def leave_untuned() -> None:
-    """Replaces the two functions; does nothing if it was called before."""
+    """Replaces the function, and what `DistributedIterator` reads with; does nothing if it was called before."""
     patching.once(multi_device_iterator_ops, "_create_device_dataset", _untuned)
-    patching.once(multi_device_iterator_ops.OwnedMultiDeviceIterator, "get_next", _one_after_the_other)
-
-
-def _one_after_the_other(get_next: Callable[..., Any]) -> Callable[..., Any]:
-    def in_order(self: Any, device: Any = None) -> Any:
-        if device is not None:
-            return get_next(self, device)
-        found: list[Any] = []
-        for each in self._devices:
-            before = [leaf for leaf in tf.nest.flatten(found[-1:], expand_composites=True) if tf.is_tensor(leaf)]
-            with tf.device(each), tf.control_dependencies(before):
-                found.append(get_next(self, each))
-        return found
-
-    return in_order
+    patching.once(input_lib.DistributedIterator, "__init__", _reading)
 
 
 def _untuned(made: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,6 +203,51 @@ def _untuned(made: Callable[..., Any]) -> Callable[..., Any]:
         return without_tuning(made(*args, **kwargs))
 
     return untuned
+
+
+# Changes how the iterators of strategies read, on each iterator: in order, and observed.
+#
+# In a graph TensorFlow reads for all devices at once. An error of the data is raised for one of them, and for the next
+# one the data are at their end. If end-of-data wins the race, the error is lost. Read one after the other, the error
+# comes first.
+#
+# A `tf.function` that trains calls `next` of a distributed iterator. That reads on this worker first, and then
+# exchanges the end of the data with the other workers. Only the first part is input, whose time `note_read` of the
+# iterator's strategy takes, if it has one. There is no public way between the two.
+#
+# A `tf.function` makes its argument, an iterator, anew. So the constructor is replaced.
+
+
+def _reading(original: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for of_worker in self._iterators:
+            for name in ("get_next_as_list", "get_next_as_optional_list"):
+                patching.put(of_worker, name, functools.partial(_noted, weakref.ref(of_worker), name, self._strategy))
+            of_devices = of_worker._iterator
+            if isinstance(of_devices, multi_device_iterator_ops.OwnedMultiDeviceIterator):
+                patching.put(of_devices, "get_next", functools.partial(_in_order, weakref.ref(of_devices)))
+
+    return init
+
+
+def _noted(iterator: Callable[[], Any], name: str, strategy: Any, *args: Any, **kwargs: Any) -> Any:
+    # The references are weak, since one in a circle would keep the iterator until Python collects garbage.
+    read = lambda: getattr(type(iterator()), name)(iterator(), *args, **kwargs)  # noqa: E731
+    note_read = getattr(strategy, "note_read", None)
+    return read() if note_read is None else note_read(read)
+
+
+def _in_order(iterator: Callable[[], Any], device: Any = None) -> Any:
+    self = iterator()
+    if device is not None:
+        return type(self).get_next(self, device)
+    found: list[Any] = []
+    for each in self._devices:
+        before = [leaf for leaf in tf.nest.flatten(found[-1:], expand_composites=True) if tf.is_tensor(leaf)]
+        with tf.device(each), tf.control_dependencies(before):
+            found.append(type(self).get_next(self, each))
+    return found
 
 
 # tf.data's own iterator, in place of TensorFlow's iterator for several devices, where a worker has a single CPU.
@@ -358,47 +384,6 @@ def generated_of(dataset: tf.data.Dataset) -> list[FirstElements]:
     """Returns those of the generators that a data set and its sources read."""
     found = [dataset._tfdist_first_elements] if hasattr(dataset, "_tfdist_first_elements") else []
     return found + [each for source in inputs_of(dataset) for each in generated_of(source)]
-
-
-# Observes how long a strategy's own iterators read.
-#
-# A `tf.function` that trains calls `next` of a distributed iterator. That reads on this worker first, and then
-# exchanges the end of the data with the other workers. Only the first part is input. There is no public way between the
-# two.
-
-
-# Takes a function that reads, and returns what it has read.
-NoteRead = Callable[[Callable[[], Any]], Any]
-_note_read: contextvars.ContextVar[NoteRead | None] = contextvars.ContextVar("_note_read", default=None)
-
-
-def note_input_times() -> None:
-    """From now on `note_read` of an iterator's strategy, if it has one, is called with what reads."""
-    for name in ("get_next", "get_next_as_optional"):
-        patching.once(input_lib.DistributedIteratorBase, name, _noted_of_strategy)
-    for name in ("get_next_as_list", "get_next_as_optional_list"):
-        patching.once(input_lib._SingleWorkerDatasetIteratorBase, name, _noted)
-
-
-def _noted_of_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_next(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _note_read.set(getattr(self._strategy, "note_read", None))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _note_read.reset(token)
-
-    return get_next
-
-
-def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note_read = _note_read.get()
-        if note_read is None:
-            return original(self, *args, **kwargs)
-        return note_read(lambda: original(self, *args, **kwargs))
-
-    return read
 
 
 # The `element_spec` of a data set that gives handles: the specs of a batch, and a `tf.function` signature of handles.
@@ -538,7 +523,7 @@ _CONTENT_BITS = 24
 
 def count_single_batch(strategy: Any, call: calls.Call) -> None:
     """Makes a call of a method on a single batch, of a model of this strategy, count each example once."""
-    if not call.kind.endswith("_on_batch") or call.model.distribute_strategy is not strategy:
+    if not call.kind.endswith("_on_batch"):
         return
     if call.predicts:
         call.change = lambda outputs: _own(outputs, call.arguments.get("x"), strategy)
