@@ -11,16 +11,16 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdist.compat.keras import saving
+from tfdist.compat.keras import layers, saving
 
-REPLACED = [(keras.saving, "load_model"), (keras.models, "load_model")]
-REPLACED += [(keras.Model, "load_weights"), (tf.saved_model, "load")]
+REPLACED = [(keras.saving, "load_model"), (keras.models, "load_model"), (tf.saved_model, "load")]
 
 
 @pytest.fixture(autouse=True)
 def _as_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name in REPLACED:
         monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(layers, "_made", [*layers._made])
     saving.wait_for_files("worker:1", "worker:0")
 
 

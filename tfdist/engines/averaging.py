@@ -219,14 +219,16 @@ class _Settling(keras.callbacks.Callback):
         for name in _READERS:
             reader = getattr(model, name)
             if not hasattr(reader, _AVERAGE):
-                patching.put(model, name, self._settling(reader))
+                read = self._settling(reader)
+                # Of this one model, or None.
+                patching.put(read, _AVERAGE, patching.of(model, name))
+                patching.put(model, name, read)
 
     def _settling(self, reader: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
             self._engine.synchronize()
             return reader(*args, **kwargs)
 
-        patching.put(read, _AVERAGE, True)
         return read
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -244,8 +246,11 @@ class _Settling(keras.callbacks.Callback):
         """Leaves the model as it was."""
         self._engine.finish()
         for name in _READERS:
-            if hasattr(patching.of(self.model, name), _AVERAGE):
+            found = patching.of(self.model, name)
+            if hasattr(found, _AVERAGE):
                 patching.remove(self.model, name)
+                if (before := getattr(found, _AVERAGE)) is not None:
+                    patching.put(self.model, name, before)
 
 
 # The data of a strategy whose replicas train alone: `fit` reads them without asking anybody.

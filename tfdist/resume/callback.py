@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from tfdist import _checks, _log
-from tfdist.compat.keras import calls, fit
+from tfdist.compat.keras import calls, fit, saving
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.slurm import exits as slurm_exits
 from tfdist.resume import checkpoint, preemption
@@ -211,7 +211,7 @@ class Resume(keras.callbacks.Callback):
             "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
         }
-        with fit.announced_save(self.model.distribute_strategy, self._path):
+        with saving.announced_save(self.model.distribute_strategy, self._path):
             self._checkpoints.save(Checkpoint(self._step, state, tuple(arrays)))
 
     def _leave(self) -> None:

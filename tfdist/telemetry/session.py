@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
-from tfdist.compat.keras import fit
+from tfdist.compat.keras import saving
 from tfdist.coordination.usage import Usage
 from tfdist.policies.records import Change, Contribution, Update
 from tfdist.telemetry import scalar_files, summaries
@@ -497,7 +497,7 @@ class Session:
         if self.is_chief:
             self._begin_session(hparams)
         self._is_begun = False
-        fit.listen_to_saves(self._on_save)
+        saving.listen_to_saves(self._on_save)
 
     @property
     def times_steps(self) -> bool:

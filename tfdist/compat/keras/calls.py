@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import threading
 import weakref
@@ -38,6 +39,9 @@ NEEDS = (
 
 # The class that has `fit`: all models inherit it, and so may layers. Keras exports no name for it.
 TRAINER: Any = next(base for base in keras.Model.__mro__ if "fit" in vars(base))
+
+# The class of Keras' iterators over epochs, of any backend.
+EPOCHS: Any = TFEpochIterator.__base__
 
 _KINDS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _EXPLAINED = "_tfdist_explained"
@@ -215,21 +219,16 @@ def before_each(begin: Callable[[Call], None]) -> None:
       begin: a bound method of a strategy. An exception that it raises ends the call before it has any effect.
     """
     follow()
-    patching.once(type(replicas.default_strategy()), "scope", _entering)
+    default = replicas.default_strategy()
+    if patching.of(default, "scope") is None:
+        patching.put(default, "scope", functools.partial(_entering, default))
     layers.after_making(_note_making)
     _listeners.add(begin)
 
 
-def _entering(original: Any) -> Any:
-    def scope(self: Any) -> Any:
-        return _inside(original(self))
-
-    return scope
-
-
 @contextlib.contextmanager
-def _inside(stock: contextlib.AbstractContextManager) -> Iterator[Any]:
-    with stock as strategy:
+def _entering(default: Any) -> Iterator[Any]:
+    with type(default).scope(default) as strategy:
         _in_default.depth += 1
         try:
             yield strategy

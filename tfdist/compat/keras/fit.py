@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running `fit`: its epochs and their logs, callbacks that a launcher adds, its errors, and what it saves."""
+"""A running `fit`: its epochs and their logs, its tracebacks, and the batches that it reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import inspect
 import os
 import pathlib
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,11 +14,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers import epoch_iterator
 from keras.src.utils import traceback_utils
 
 from tfdist.compat import patching
-from tfdist.compat.keras import calls, saving
+from tfdist.compat.keras import calls
 
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator",
@@ -32,7 +30,6 @@ NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_execution",
     "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
-    "keras.src.trainers.epoch_iterator:EpochIterator",
     "keras.src.utils.traceback_utils:_EXCLUDED_PATHS",
 )
 
@@ -237,42 +234,6 @@ def shorten_tracebacks() -> None:
         traceback_utils._EXCLUDED_PATHS += (_OWN_PATH,)
 
 
-# Announces saved checkpoints to listeners: `model.save`, `model.save_weights`, and those of `callbacks.Resume`.
-#
-# Keras' ModelCheckpoint and BackupAndRestore call these methods without notice. So the functions that write the files
-# are wrapped, once in a process: the same that `saving` wraps for several workers.
-
-
-# Given the strategy of the model, the path, the monotonic time of the begin, and the seconds that the save took.
-Listener = Callable[[Any, str, float, float], None]
-_listeners = calls.Listeners()
-
-
-def listen_to_saves(listener: Listener) -> None:
-    """Calls a bound method after each save of this process, as long as its owner lives."""
-    for owner, name in saving.WRITERS:
-        patching.once(owner, name, _announcing)
-    _listeners.add(listener)
-
-
-@contextlib.contextmanager
-def announced_save(strategy: Any, path: str) -> Iterator[None]:
-    """Announces the save that is made within the block, unless the block raises."""
-    began = time.monotonic()
-    yield
-    _listeners.call(strategy, path, began, time.monotonic() - began)
-
-
-def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        is_path = isinstance(filepath, str | os.PathLike)
-        strategy = getattr(model, "distribute_strategy", None)
-        with announced_save(strategy, os.fspath(filepath)) if is_path else contextlib.nullcontext():
-            return original(model, filepath, *args, **kwargs)
-
-    return save
-
-
 # Takes over the first call of `fit` of an unmodified script, and reads the batches that it would train on.
 #
 # Keras has no hook for all models of a process, so `keras.Model.fit` is replaced within a block, and put back after it.
@@ -313,4 +274,4 @@ def batches_of_fit(arguments: dict[str, Any]) -> tf.data.Dataset:
     given = {name: arguments[name] for name in _DATA if arguments.get(name) is not None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # fit has given them already
-        return epoch_iterator.EpochIterator(**given).data_adapter.get_tf_dataset()
+        return calls.EPOCHS(**given).data_adapter.get_tf_dataset()

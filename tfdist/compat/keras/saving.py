@@ -9,9 +9,10 @@ chief, as in a temporary directory of its own, keeps its file there. With `verbo
 chief shows a progress bar: all workers have the same logs.
 
 There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
-in `_WRAPPED` are replaced, for good, for models of a `MultiWorkerMirroredStrategy` on several workers. The methods in
-`_WRAPPED_ON_CALLBACKS` are replaced on each callback when Keras makes its list of callbacks. Any other model is saved
-by stock Keras. `check_writers` compares the installed Keras with the functions that are wrapped.
+in `_WRITERS` are replaced, for good; `Telemetry` listens to their saves, too. `export` is replaced on each model, and
+the methods in `_WRAPPED_ON_CALLBACKS` on each callback when Keras makes its list of callbacks. Any model but those of a
+`MultiWorkerMirroredStrategy` on several workers is saved by stock Keras. `check_writers` compares the installed Keras
+with the functions that are wrapped.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import re
 import shutil
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -53,7 +55,6 @@ NEEDS = (
     "keras:callbacks.BackupAndRestore._weights_path",
     "keras:callbacks.ModelCheckpoint._get_file_path(epoch, batch, logs)",
     "keras:callbacks.ModelCheckpoint._save_model(epoch, batch, logs)",
-    "keras:Variable._export_to_saved_model_graph(object_map)",
     "tensorflow.python.saved_model.save:_build_meta_graph(meta_graph_def)",
     "tensorflow.python.checkpoint.checkpoint:TrackableSaver.restore(save_path)",
     "tensorflow.python.checkpoint.checkpoint:TrackableSaver.save(file_prefix)",
@@ -63,19 +64,12 @@ NEEDS = (
 )
 
 
-# Functions that write the files of a model, given the model and a path.
-WRITERS = (
-    (saving_lib, "save_model"),
-    (saving_lib, "save_weights_only"),
-    (legacy_h5_format, "save_model_to_hdf5"),
+# Functions that write the files of a model, given the model and a path; the user's calls that end in them.
+_WRITERS = (
+    (saving_lib, "save_model", "model.save"),
+    (saving_lib, "save_weights_only", "model.save_weights"),
+    (legacy_h5_format, "save_model_to_hdf5", "model.save"),
 )
-# The user's calls that end in a wrapped function.
-_CALLS = {
-    "save_model": "model.save",
-    "save_weights_only": "model.save_weights",
-    "save_model_to_hdf5": "model.save",
-    "export": "model.export",
-}
 
 _BACKUP_PATHS = (
     "backup_dir",
@@ -123,15 +117,17 @@ def write_by_chief() -> None:
             "MultiWorkerMirroredStrategy does not know how this version of Keras writes files; use another version. "
             f"Received: keras {keras.__version__}: {'; '.join(problems)}"
         )
-    for owner, name, wrap, _ in _WRAPPED:
-        patching.once(owner, name, wrap)
+    _wrap_writers()
+    layers.after_making(_export_together)
     calls.before_callbacks(_prepare)
 
 
 def check_writers() -> list[str]:
     """Returns the differences between the installed Keras and the methods wrapped here; empty if there are none."""
     problems = []
-    for owner, name, _, parameters in (*_WRAPPED, *_WRAPPED_ON_CALLBACKS):
+    writers = ((owner, name, ("model", "filepath")) for owner, name, _ in _WRITERS)
+    on_callbacks = ((owner, name, parameters) for owner, name, _, parameters in _WRAPPED_ON_CALLBACKS)
+    for owner, name, parameters in (*writers, (keras.Model, "export", ("self", "filepath")), *on_callbacks):
         found = getattr(owner, name, None)
         if found is None:
             problems.append(f"{owner.__name__}.{name} is gone")
@@ -163,17 +159,59 @@ def _in_scratch(path: Any) -> str:
 # Saving: save_model(model, filepath, ...) and its like.
 
 
-def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    call = _CALLS[original.__name__]
+# Given the strategy of the model, the path, the monotonic time of the begin, and the seconds that the save took.
+Listener = Callable[[Any, str, float, float], None]
+_listeners = calls.Listeners()
 
-    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        agreement = _agreement(model)
-        if agreement is None or not isinstance(filepath, str | os.PathLike):
-            return original(model, filepath, *args, **kwargs)
-        with agreement.calling(call):
-            return _save_together(agreement, model, filepath, lambda path: original(model, path, *args, **kwargs))
 
-    return save
+def listen_to_saves(listener: Listener) -> None:
+    """Calls a bound method after each save of this process, by Keras or `Resume`, as long as its owner lives."""
+    _wrap_writers()
+    _listeners.add(listener)
+
+
+@contextlib.contextmanager
+def announced_save(strategy: Any, path: str) -> Iterator[None]:
+    """Announces the save that is made within the block, unless the block raises."""
+    began = time.monotonic()
+    yield
+    _listeners.call(strategy, path, began, time.monotonic() - began)
+
+
+def _wrap_writers() -> None:
+    for owner, name, call in _WRITERS:
+        patching.once(owner, name, _wrap_writer(call))
+
+
+def _wrap_writer(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(filepath, str | os.PathLike):
+                return original(model, filepath, *args, **kwargs)
+            with announced_save(getattr(model, "distribute_strategy", None), os.fspath(filepath)):
+                return _saved(model, call, filepath, lambda path: original(model, path, *args, **kwargs))
+
+        return save
+
+    return wrap
+
+
+def _export_together(layer: keras.Layer) -> None:
+    if isinstance(layer, keras.Model):
+        patching.put(layer, "export", types.MethodType(_export, layer))
+
+
+def _export(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    return _saved(model, "model.export", filepath, lambda path: type(model).export(model, path, *args, **kwargs))
+
+
+def _saved(model: Any, call: str, filepath: Any, save: Callable[[Any], Any]) -> Any:
+    """Saves by the chief alone, if the model is one of several workers."""
+    agreement = _agreement(model)
+    if agreement is None:
+        return save(filepath)
+    with agreement.calling(call):
+        return _save_together(agreement, model, filepath, save)
 
 
 def _save_together(agreement: SavingAgreement, model: Any, filepath: Any, save: Callable[[str], Any]) -> None:
@@ -405,12 +443,7 @@ def _redirect(callback: Any, model: Any, *names: str) -> None:
             setattr(callback, name, _in_scratch(path))
 
 
-# (owner, name, wrapper, first parameters) of each function that is wrapped for the process.
-_WRAPPED: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
-    *((owner, name, _wrap_save, ("model", "filepath")) for owner, name in WRITERS),
-    (keras.Model, "export", _wrap_save, ("self", "filepath")),
-)
-# The same of callbacks, whose methods are wrapped on each object.
+# (class, method, wrapper, first parameters) of the callbacks, whose methods are wrapped on each object.
 _WRAPPED_ON_CALLBACKS: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
     (keras.callbacks.ModelCheckpoint, "_save_model", _wrap_checkpoint, ("self", "epoch", "batch", "logs")),
     (keras.callbacks.BackupAndRestore, "_save_model", _wrap_backup, ("self",)),
@@ -451,7 +484,7 @@ def _without_first(method: Callable[..., Any], _: Any, *args: Any, **kwargs: Any
 # file appears, the path is most likely one of a disk that the chief's machine does not share.
 #
 # A script calls the functions that load by their public names, of which Keras has several for one function. They are
-# replaced for good. Keras' layers of SavedModels call that of TensorFlow.
+# replaced for good, and `load_weights` on each model. Keras' layers of SavedModels call that of TensorFlow.
 
 
 # Longest wait for a file.
@@ -479,10 +512,16 @@ def wait_for_files(task: str, chief: str) -> None:
 
         return wrap
 
+    load_weights = waiting(os.path.exists, 1)
+
+    def note_model(layer: keras.Layer) -> None:
+        if isinstance(layer, keras.Model):
+            patching.put(layer, "load_weights", types.MethodType(load_weights(type(layer).load_weights), layer))
+
     for module in (keras.saving, keras.models):
         patching.once(module, "load_model", waiting(os.path.exists))
-    patching.once(keras.Model, "load_weights", waiting(os.path.exists, 1))
     patching.once(tf.saved_model, "load", waiting(tf.saved_model.contains_saved_model))
+    layers.after_making(note_model)
 
 
 def _loaded(load: Callable[[], Any], path: Any, is_there: Callable[[str], bool], task: str, chief: str) -> Any:
@@ -517,11 +556,6 @@ def _appears(path: str, is_there: Callable[[str], bool], task: str) -> bool:
 # TensorFlow writes the device of a lookup table, and the task of each variable, into the functions that save and
 # restore them. Another task, or another cluster, can't load such a SavedModel. There is no public way: the graph is
 # made by a private function that `tf.saved_model.save` and `model.export` share. `clear_tasks` changes it for good.
-#
-# Keras (3.15) maps each of its variables to a second one of the exported graph, with the same value. It also tracks the
-# `tf.Variable`s that the endpoints read. It does not find variables in shards. So a session, such as TensorFlow
-# Serving's, would restore the second alone, and look rows up in a variable without a value. There is no public way: the
-# map is an argument of a private method. `export_shards` changes it for good, for variables in shards only.
 
 
 _TASK = re.compile(r"/(job|replica|task):[^/]*")
@@ -567,23 +601,6 @@ def _without_cluster(serialized: bytes) -> bytes:
     return config.SerializeToString(deterministic=True)
 
 
-def export_shards(has_shards: Callable[[Any], bool]) -> None:
-    """Changes how Keras variables are exported; `has_shards` returns True for TensorFlow variables in shards."""
-
-    def wrap(original: Any) -> Any:
-        def export(variable: Any, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> Any:
-            stored = variables.tf_variable(variable)
-            if not has_shards(stored):
-                return original(variable, object_map, tensor_map, options, **kwargs)
-            resources = stored._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
-            object_map[variable] = object_map[stored]
-            return resources
-
-        return export
-
-    patching.once(keras.Variable, "_export_to_saved_model_graph", wrap)
-
-
 # Lets several workers write one `tf.train.Checkpoint` to one directory at once.
 #
 # TensorFlow's workers write parts of the same names there, of which one removes the other's. All ways to save a
@@ -610,34 +627,36 @@ def share_checkpoints(task: str) -> None:
     Args:
       task: name of this worker, such as "worker:1".
     """
-    patching.once(checkpoint.TrackableSaver, "save", lambda original: _staging_checkpoint(original, task))
-    patching.once(checkpoint.TrackableSaver, "restore", _undisturbed)
+
+    def sharing(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            patching.put(self, "save", functools.partial(_save_checkpoint, self.save, task))
+            patching.put(self, "restore", functools.partial(_restore_checkpoint, self.restore))
+
+        return init
+
+    patching.once(checkpoint.TrackableSaver, "__init__", sharing)
 
 
-def _staging_checkpoint(original: Callable[..., Any], task: str) -> Callable[..., Any]:
-    def save(self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tf.executing_eagerly() or not isinstance(file_prefix, str | os.PathLike):
-            return original(self, file_prefix, *args, **kwargs)
-        prefix = os.fspath(file_prefix)
-        staged = f"{prefix}.of-{task.replace(':', '-')}"
-        written = _text(original(self, staged, *args, **kwargs))
-        # A number may have been added.
-        target = prefix + written[len(staged) :]
-        with locked(target, fcntl.LOCK_EX):
-            publish_checkpoint(written, target)
-        return tf.constant(target)
-
-    return save
+def _save_checkpoint(save: Callable[..., Any], task: str, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+    if not tf.executing_eagerly() or not isinstance(file_prefix, str | os.PathLike):
+        return save(file_prefix, *args, **kwargs)
+    prefix = os.fspath(file_prefix)
+    staged = f"{prefix}.of-{task.replace(':', '-')}"
+    written = _text(save(staged, *args, **kwargs))
+    # A number may have been added.
+    target = prefix + written[len(staged) :]
+    with locked(target, fcntl.LOCK_EX):
+        publish_checkpoint(written, target)
+    return tf.constant(target)
 
 
-def _undisturbed(original: Callable[..., Any]) -> Callable[..., Any]:
-    def restore(self: Any, save_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(save_path, str | os.PathLike):
-            return original(self, save_path, *args, **kwargs)
-        with locked(os.fspath(save_path), fcntl.LOCK_SH):
-            return original(self, save_path, *args, **kwargs)
-
-    return restore
+def _restore_checkpoint(restore: Callable[..., Any], save_path: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(save_path, str | os.PathLike):
+        return restore(save_path, *args, **kwargs)
+    with locked(os.fspath(save_path), fcntl.LOCK_SH):
+        return restore(save_path, *args, **kwargs)
 
 
 def publish_checkpoint(written: str, target: str) -> None:

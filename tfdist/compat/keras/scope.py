@@ -318,7 +318,6 @@ def allow_loops_without_run(
     for owner in (base, keras.optimizers.LossScaleOptimizer):
         patching.once(owner, "apply", _applying)
     patching.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
-    patching.once(keras.optimizers.LossScaleOptimizer, "build", _building)
     patching.once(backprop, "_handle_or_self", _handle_or_self)
 
 
@@ -496,22 +495,19 @@ def _early_variables(optimizer: Any, strategy: Any) -> dict[str, Any]:
                 name: optimizer.add_variable((), initializer, dtypes[name], aggregation="none", name=name)
                 for name, initializer in initializers.items()
             }
-        object.__setattr__(optimizer, _EARLY, made)
+        patching.put(optimizer, _EARLY, made)
+        patching.put(optimizer, "build", functools.partial(_build_with, made, optimizer))
     return vars(optimizer)[_EARLY]
 
 
-def _building(original: Any) -> Any:
-    def build(self: Any, var_list: Any) -> Any:
-        made = vars(self).get(_EARLY)
-        if self.built or not made:
-            return original(self, var_list)
-        object.__setattr__(self, "add_variable", lambda *args, name, **options: made[name])
-        try:
-            return original(self, var_list)
-        finally:
-            object.__delattr__(self, "add_variable")
-
-    return build
+def _build_with(made: dict[str, Any], optimizer: Any, var_list: Any) -> None:
+    """Builds an optimizer whose own variables are made already."""
+    patching.put(optimizer, "add_variable", lambda *args, name, **options: made[name])
+    try:
+        type(optimizer).build(optimizer, var_list)
+    finally:
+        patching.remove(optimizer, "add_variable")
+    patching.remove(optimizer, "build")
 
 
 # The gradient tape

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -23,19 +25,18 @@ from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import variables
 
 NEEDS = (
+    "keras:Variable._export_to_saved_model_graph(object_map)",
     "keras:Variable._initialize_with_initializer",
     "keras:Variable._dtype",
     "keras.src.backend.tensorflow.random:normal",
     "keras.src.backend.tensorflow.random:truncated_normal",
     "keras.src.backend.tensorflow.random:uniform",
-    "keras.src.backend.tensorflow.random:_cast_seed",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._update",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._variable_count",
     "keras.src.backend.tensorflow.numpy:take(x, indices, axis)",
     "keras.src.saving.saving_lib:H5IOStore.__getitem__",
     "keras.src.saving.saving_lib:H5IOStore.__setitem__",
     "keras.src.saving.saving_lib:H5IOStore._h5_entry_group",
-    "keras.src.saving.saving_lib:is_memory_sufficient(model)",
     "keras.src.saving.saving_lib:safe_get_h5_dataset",
     "tensorflow.python.checkpoint.functional_saver:_single_shard_restore(file_prefix, shardable_tensors, options)",
     "tensorflow.python.checkpoint.sharding.sharding_util:ShardableTensor._tensor_save_spec",
@@ -123,7 +124,9 @@ class ShardInitial:
         def draw(shape: Any, *limits: Any, dtype: Any = None, seed: Any = None, **named: Any) -> tf.Tensor:
             del shape, dtype
             if self._seed is None:
-                self._seed = module._cast_seed(module.draw_seed(seed))
+                drawn = module.draw_seed(seed)
+                # As Keras casts it.
+                self._seed = drawn if drawn.dtype == tf.int32 else tf.cast(drawn % (tf.int32.max - 1), tf.int32)
             numbers = _numbers(name, self._seed, first * math.prod(part[1:]), part)
             low, high = *limits, *named.values()
             return numbers * (high - low) + low if name == "uniform" else numbers * high + low
@@ -145,8 +148,20 @@ def _noting(original: Any) -> Any:
     def initialize(variable: Any, initializer: Any) -> None:
         with _made(ShardInitial(initializer, variable.shape, variable._dtype, variable.path)):
             original(variable, initializer)
+        if _has_shards(variables.tf_variable(variable)):
+            for name, method in _METHODS.items():
+                # The shards are freed with the variable: a reference in a circle would keep them.
+                patching.put(variable, name, functools.partial(method, weakref.ref(variable)))
 
     return initialize
+
+
+def _no_shards(variable: Any) -> bool:
+    del variable
+    return False
+
+
+_has_shards: Callable[[Any], bool] = _no_shards
 
 
 @contextlib.contextmanager
@@ -316,9 +331,9 @@ def _rows(table: Any, indices: Any) -> Any:
 # Saves variables in shards to `.keras` and `.weights.h5` files, and loads them, a block of rows at a time.
 #
 # There is no public way: Keras turns each variable into an array before it writes it, and reads each array whole. It
-# makes the file in memory where there seems to be enough. The files are the same as those of a model without shards: a
-# data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large array for
-# any other variable is read when it is assigned.
+# makes the file in memory where there is four times as much. The files are the same as those of a model without shards:
+# a data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large array
+# for any other variable is read when it is assigned.
 
 
 class Rows(Protocol):
@@ -366,7 +381,9 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def save_in_shards(has_shards: Callable[[Any], bool]) -> None:
-    """Changes how Keras saves and loads; `has_shards` returns True for TensorFlow variables in shards."""
+    """Changes how Keras saves, loads and exports; `has_shards` returns True for TensorFlow variables in shards."""
+    global _has_shards
+    _has_shards = has_shards
 
     def rows_of(variable: Any) -> Rows | None:
         found = variables.tf_variable(variable) if isinstance(variable, keras.Variable) else None
@@ -374,8 +391,6 @@ def save_in_shards(has_shards: Callable[[Any], bool]) -> None:
 
     patching.once(saving_lib.H5IOStore, "__setitem__", _saving(rows_of))
     patching.once(saving_lib.H5IOStore, "__getitem__", _reading)
-    patching.once(saving_lib, "is_memory_sufficient", _on_disk(rows_of))
-    patching.once(keras.Variable, "assign", _assigning(rows_of))
     patching.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots(rows_of))
 
 
@@ -414,29 +429,29 @@ def _reading(original: Any) -> Any:
     return get
 
 
-def _on_disk(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def is_memory_sufficient(model: Any) -> bool:
-            return all(rows_of(variable) is None for variable in model.variables) and original(model)
+def _assign(variable_of: Callable[[], Any], value: Any) -> Any:
+    variable = variable_of()
+    if not isinstance(value, StoredArray) or tuple(variable.shape) != value.shape:
+        return type(variable).assign(variable, np.array(value) if isinstance(value, StoredArray) else value)
+    rows = variables.tf_variable(variable)
+    for first, last in row_blocks(value.shape, np.dtype(value.dtype).itemsize):
+        rows.write_rows(first, value[first:last])
+    return value
 
-        return is_memory_sufficient
 
-    return wrap
+def _export(variable_of: Callable[[], Any], object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> Any:
+    # Keras (3.15) maps each of its variables to a second one of the exported graph, with the same value. It also tracks
+    # the `tf.Variable`s that the endpoints read. It does not find variables in shards. So a session, such as TensorFlow
+    # Serving's, would restore the second alone, and look rows up in a variable without a value.
+    variable = variable_of()
+    stored = variables.tf_variable(variable)
+    resources = stored._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
+    object_map[variable] = object_map[stored]
+    return resources
 
 
-def _assigning(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def assign(variable: Any, value: Any) -> Any:
-            rows = rows_of(variable) if isinstance(value, StoredArray) else None
-            if rows is None or tuple(variable.shape) != value.shape:
-                return original(variable, np.array(value) if isinstance(value, StoredArray) else value)
-            for first, last in row_blocks(value.shape, np.dtype(value.dtype).itemsize):
-                rows.write_rows(first, value[first:last])
-            return value
-
-        return assign
-
-    return wrap
+# Of a Keras variable in shards.
+_METHODS = {"assign": _assign, "_export_to_saved_model_graph": _export}
 
 
 def _saving_slots(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy, cross_device_utils
+from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.eager import context
 from tensorflow.python.framework import random_seed
 
@@ -24,7 +24,6 @@ from tfdist.compat.tensorflow.coordinator import CHIEF_JOB
 from tfdist.compat.tensorflow.variables import ResourceVariable, is_clock_variable
 
 NEEDS = (
-    "tensorflow.python.distribute.collective_all_reduce_strategy:coordination_config_pb2.CoordinatedJob",
     "tensorflow.python.eager.context:Context.abort_collective_ops",
     "tensorflow.python.eager.context:Context.configure_coordination_service",
     "tensorflow.python.eager.context:Context.delete_config_key_value",
@@ -34,7 +33,6 @@ NEEDS = (
     "tensorflow.python.eager.context:Context.set_config_key_value",
     "tensorflow.python.eager.context:context",
     "tensorflow.python.eager.context:global_seed",
-    "tensorflow.python.framework.random_seed:DEFAULT_GRAPH_SEED",
     "tensorflow.python.framework.random_seed:get_seed(op_seed)",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._ordering_token",
 )
@@ -70,8 +68,10 @@ def _without_drawn_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def get_seed(op_seed: Any) -> Any:
         current = context.global_seed() if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
         seeds = original(op_seed)
-        return (random_seed.DEFAULT_GRAPH_SEED, seeds[1]) if op_seed is not None and is_drawn_seed(current) else seeds
+        return (without_global_seed, seeds[1]) if op_seed is not None and is_drawn_seed(current) else seeds
 
+    with tf.Graph().as_default():
+        without_global_seed, _ = original(1)
     return get_seed
 
 
@@ -98,13 +98,15 @@ def configure_coordination(
       start_timeout_secs: longest wait for the start of all tasks.
       heartbeat_timeout_secs: for how long a task may be silent before it is taken for dead.
     """
-    job_type = collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob
+    coordination = tf.compat.v1.ConfigProto().experimental.coordination_config
+    for job, count in jobs.items():
+        coordination.coordinated_job_list.add(name=job, num_tasks=count)
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=leader,
         cluster_register_timeout_in_ms=int(start_timeout_secs * 1000),
         heartbeat_timeout_in_ms=int(heartbeat_timeout_secs * 1000),
-        coordinated_jobs=[job_type(name=job, num_tasks=count) for job, count in jobs.items()],
+        coordinated_jobs=[*coordination.coordinated_job_list],
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import device_util, distribute_lib, distribute_utils, values
+from tensorflow.python.distribute import distribute_lib, distribute_utils, values
 
 from tfdist.compat import patching
 from tfdist.compat.tensorflow import graphs, variables
@@ -23,8 +23,6 @@ NEEDS = (
     "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._replica_id",
     "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._get_replica_id_in_sync_group",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._num_replicas_in_sync",
-    "tensorflow.python.distribute.device_util:resolve",
     "tensorflow.python.distribute.values:DistributedValues._devices",
     "tensorflow.python.distribute.values:DistributedVariable._aggregation",
     "tensorflow.python.distribute.distribute_utils:regroup",
@@ -41,6 +39,10 @@ NEEDS = (
 )
 
 
+# Of the stock class, whose subclasses may replace it.
+_count_of: Callable[[Any], int] = tf.distribute.Strategy.num_replicas_in_sync.fget  # pyright: ignore
+
+
 def current() -> int:
     """The index of the replica that runs here, among those of this process; in replica context."""
     return tf.distribute.get_replica_context()._replica_id
@@ -53,7 +55,7 @@ def in_sync_group(strategy: Any, index: int) -> Any:
 
 def count(strategy: Any) -> int:
     """Returns the number of replicas of a strategy, also while `num_replicas_in_sync` is replaced by 1."""
-    return strategy.extended._num_replicas_in_sync
+    return _count_of(strategy)
 
 
 def has_other_workers(strategy: Any) -> bool:
@@ -160,8 +162,13 @@ def homes_of(strategy: Any, tensors: Sequence[Any]) -> list[str]:
 
 
 def full_names(devices: Sequence[str]) -> list[str]:
-    """Returns the full names of devices of this process."""
-    return [device_util.resolve(device) for device in devices]
+    """Returns the full names of devices of this process; begins TensorFlow's runtime."""
+
+    def resolved(device: str) -> str:
+        with tf.init_scope(), tf.device(device):
+            return tf.zeros([]).device
+
+    return [*map(resolved, devices)]
 
 
 def siblings(first: str, count: int) -> tuple[str, ...]:
