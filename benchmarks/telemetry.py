@@ -178,6 +178,9 @@ def _train(directory: str) -> dict[str, list[float]]:
             # What engines hand over in their own threads.
             recorder = strategy.distribution.recorder
             recorder.sink, recorder.step_sink = self.sinks if self.is_on else (None, None)
+            # The steps of an epoch without the callback are not its cost.
+            strategy.distribution.collect()
+            recorder.sums()
             self.inside, self.began = 0.0, time.perf_counter()
             self._call(self.telemetry.on_epoch_begin, epoch)
 

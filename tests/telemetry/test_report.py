@@ -8,6 +8,7 @@ import itertools
 import math
 import pathlib
 import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -248,6 +249,28 @@ def noisy(seed: int, num_steps: int, factors: Sequence[float], memory: float = 0
     for step in range(1, num_steps):
         noise[step] = memory * noise[step - 1] + (1 - memory) * noise[step]
     return 0.02 * noise * np.asarray(factors) + 0.001
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 30), max_size=5))
+def test_steps_recorded_in_parts_are_those_recorded_at_once(seed: int, ends: list[int]) -> None:
+    updates, rows = steps(noisy(seed, 30, [1.0, 5.0, 1.2]))
+    recorder, limits = Recorder(["worker:0", "worker:1", "worker:2"]), [0, *sorted(ends), 30]
+    for begin, end in itertools.pairwise(limits):
+        recorder.record_steps(updates[begin:end], rows[3 * begin : 3 * end])
+        assert recorder.updates == end
+    assert recorder.report() == report_of(noisy(seed, 30, [1.0, 5.0, 1.2]))
+
+
+def test_steps_are_added_up_though_nobody_asks() -> None:
+    recorder, (updates, rows) = Recorder(["worker:0", "worker:1"]), steps(noisy(1, 64, [1.0, 2.0]))
+    kept: list[weakref.ref[np.ndarray]] = []
+    for _ in range(200):
+        part = updates.replace(time=updates.time.copy())
+        kept.append(weakref.ref(part.time))
+        recorder.record_steps(part, rows)
+    del part
+    assert sum(each() is not None for each in kept) < 50
+    assert recorder.report().updates == 200 * 64
 
 
 @given(st.integers(0, 2**32), st.integers(2, 400), st.integers(2, 8), st.sampled_from([0.0, 0.5, 0.8]))

@@ -9,6 +9,7 @@ thread of `LogWriter`         writes segments of the update log
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from typing import Any
@@ -20,7 +21,7 @@ from tfdist.compat.keras import calls
 from tfdist.compat.keras.fit import EpochIterator
 from tfdist.policies.records import Contribution, Outcome
 from tfdist.telemetry import summaries
-from tfdist.telemetry.recorder import Recorder, RecorderSums
+from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.session import Session
 from tfdist.telemetry.update_log import EventKind
 
@@ -101,7 +102,7 @@ class Telemetry(keras.callbacks.Callback):
         self._iterations_before = _iterations(self.model)
         self._batches_before, self._last_batch = self._batches, -1
         self._collect()
-        self._updates_before = self._recorder.sums().updates
+        self._updates_before = self._recorder.updates
         if self._session is not None:
             sink = self._session.sink
             is_new = not (self._updates_before or self._recorder.has_steps)
@@ -138,7 +139,7 @@ class Telemetry(keras.callbacks.Callback):
         self._collect()
         if self._session is None or not self._session.is_chief:
             return
-        iteration = self._iteration(self._batches, self._recorder.sums())
+        iteration = self._iteration(self._batches, self._recorder.updates)
         found: dict[str, list[Any]] = {"train": [], "validation": []}
         for name, value in (logs or {}).items():
             run, tag = ("validation", name[4:]) if name.startswith("val_") else ("train", name)
@@ -181,7 +182,7 @@ class Telemetry(keras.callbacks.Callback):
             return
         end = time.monotonic()
         secs = (end - self._execution_began) / count
-        iteration = self._iteration(self._batches, self._recorder.sums())
+        iteration = self._iteration(self._batches, self._recorder.updates)
         for index in range(count):
             start = self._execution_began + index * secs
             gradients = tuple(
@@ -207,6 +208,12 @@ class Telemetry(keras.callbacks.Callback):
         return summaries.Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums(), counted)
 
     def _write(self, session: Session, last: summaries.Moment) -> None:
+        if not session.is_chief:
+            # The chief writes the values of the job, and so nothing is added up here.
+            self._collect()
+            self._last = dataclasses.replace(last, batches=self._batches)
+            session.add_usage(self._iteration(self._batches, self._recorder.updates))
+            return
         now = self._last = self._now()
         sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
         updates, examples = sums.updates / self._accumulated, float(sums.examples)
@@ -214,15 +221,15 @@ class Telemetry(keras.callbacks.Callback):
             updates, examples = batches // self._accumulated, batches * self._batch_size
         else:
             examples = examples or session.examples(sum(sums.accepted))
-        iteration = self._iteration(now.batches, now.sums)
+        iteration = self._iteration(now.batches, now.sums.updates)
         counted = [(after - before) / max(1, updates) for after, before in zip(now.counted, last.counted, strict=False)]
         session.write(iteration, secs, updates, examples, sums, self._recorder.take_times(), counted)
 
-    def _iteration(self, batches: int, sums: RecorderSums) -> int:
+    def _iteration(self, batches: int, recorded: int) -> int:
         """Computes `optimizer.iterations` from the counts; reading it would wait for steps under a parameter server."""
         updates = batches - self._batches_before
         if self._recorder.is_complete:
-            updates = sums.updates - self._updates_before
+            updates = recorded - self._updates_before
         return self._iterations_before + updates // self._accumulated
 
     def _raised(self, error: BaseException) -> None:

@@ -22,8 +22,9 @@ Sink = Callable[[Update, int, int], None]
 StepSink = Callable[[Updates, Contributions, int], None]
 # Called with the index of a replica, and True if it was lost, False if it is back.
 LossSink = Callable[[int, bool], None]
-# So many updates are added to the sums at once.
+# So many updates are added to the sums at once; of synchronous steps, which are columns, more.
 _MOST_PENDING = 64
+_MOST_PENDING_STEPS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +115,9 @@ class Recorder:
         self._reduce = Histogram()
         self._delay_secs = [0.0] * len(self.names)
         self._cost_secs = [0.0] * len(self.names)
-        # Updates that are counted, and not yet in the other sums.
+        # Updates and synchronous steps that are counted, and not yet in the other sums.
         self._pending: list[Update] = []
+        self._pending_steps: list[tuple[Updates, Contributions]] = []
 
     def record(self, update: Update, examples: int = 0) -> None:
         """Adds an update.
@@ -135,6 +137,7 @@ class Recorder:
 
     def _add_pending(self) -> None:
         """Adds the last updates to the sums: many at once, which takes a part of the time."""
+        self._add_pending_steps()
         pending, self._pending = self._pending, []
         rows: dict[int, list[tuple[Contribution, float]]] = {}
         for update in pending:
@@ -173,21 +176,31 @@ class Recorder:
             return
         with self._lock:
             self.add_untimed(len(updates))
-            self._wait_secs += float(updates.wait.sum(dtype=np.float64))
-            arrivals = rows.arrival.reshape(len(updates), -1)
-            self._spread_secs += float(np.ptp(arrivals, 1).sum(dtype=np.float64))
-            report.add_times(self._times, updates, rows)
-            self._reduce.add_all(updates.reduce)
-            delays, costs = report.costs_of(updates, rows, len(self.names))
-            self._delay_secs = [*map(float.__add__, self._delay_secs, delays.tolist())]
-            self._cost_secs = [*map(float.__add__, self._cost_secs, costs.tolist())]
+            self._pending_steps.append((updates, rows))
+            if sum(len(each) for each, _ in self._pending_steps) >= _MOST_PENDING_STEPS:
+                self._add_pending_steps()
             if self.step_sink is not None:
                 self.step_sink(updates, rows, self._updates)
+
+    def _add_pending_steps(self) -> None:
+        """Adds the last steps to the sums: one that is never asked, as on most workers, does so rarely."""
+        if not self._pending_steps:
+            return
+        pending, self._pending_steps = self._pending_steps, []
+        updates = Updates.concatenated([each for each, _ in pending])
+        rows = Contributions.concatenated([each for _, each in pending])
+        self._wait_secs += float(updates.wait.sum(dtype=np.float64))
+        arrivals = rows.arrival.reshape(len(updates), -1)
+        self._spread_secs += float(np.ptp(arrivals, 1).sum(dtype=np.float64))
+        report.add_times(self._times, updates, rows)
+        self._reduce.add_all(updates.reduce)
+        delays, costs = report.costs_of(updates, rows, len(self.names))
+        self._delay_secs = [*map(float.__add__, self._delay_secs, delays.tolist())]
+        self._cost_secs = [*map(float.__add__, self._cost_secs, costs.tolist())]
 
     def add_untimed(self, updates: int) -> None:
         """Adds updates of all replicas' gradients whose times are not known."""
         with self._lock:
-            self._add_pending()
             self._updates += updates
             self._accepted = [count + updates for count in self._accepted]
             self._staleness[0] += updates * len(self.names)
@@ -207,6 +220,12 @@ class Recorder:
             (self._losses if is_lost else self._returns)[replica] += 1
             if self.loss_sink is not None:
                 self.loss_sink(replica, is_lost)
+
+    @property
+    def updates(self) -> int:
+        """Number of updates so far."""
+        with self._lock:
+            return self._updates
 
     def sums(self) -> RecorderSums:
         """Returns the sums so far."""

@@ -530,16 +530,13 @@ class Session:
         times: Mapping[int, Times],
         counted: Sequence[float],
     ) -> None:
-        """Hands a point to the writer's thread."""
-        self._iteration = iteration
-        add = self.events.add
-        if self.is_chief:
-            has_policy = bool(self._distribution.policies) or self._distribution.serving is not None
-            has_policy &= self._recorder.is_complete
-            settings = self._settings() if has_policy else {}
-            given = secs, updates, examples, sums, times, settings, counted, has_policy
-            add("", iteration, lambda: summaries.job(*given))
-        self._add_usage(iteration)
+        """Hands a point of the job to the writer's thread, on the chief."""
+        has_policy = bool(self._distribution.policies) or self._distribution.serving is not None
+        has_policy &= self._recorder.is_complete
+        settings = self._settings() if has_policy else {}
+        given = secs, updates, examples, sums, times, settings, counted, has_policy
+        self.events.add("", iteration, lambda: summaries.job(*given))
+        self.add_usage(iteration)
 
     def flush(self) -> None:
         """Writes what there is so far; waits for the disk."""
@@ -566,7 +563,7 @@ class Session:
                 end = time.time()
                 self.events.add("", self._iteration, lambda: [summaries.session_end(status, end)])
             # After an error the other tasks may not answer.
-            self._add_usage(self._iteration, at_end=True)
+            self.add_usage(self._iteration, at_end=True)
         self.sink.close()
         self.events.close()
 
@@ -651,8 +648,9 @@ class Session:
             self._has_warned = True
             _log.say(line)
 
-    def _add_usage(self, iteration: int, at_end: bool = False) -> None:
-        """Samples this process in the writer's thread, and fetches the counters of processes without the callback."""
+    def add_usage(self, iteration: int, at_end: bool = False) -> None:
+        """Samples this process, and fetches the counters of those without the callback in the writer's thread."""
+        self._iteration = iteration
         now = time.monotonic()
         # One point for each step.
         if iteration == self._usage_iteration or (not at_end and self._usage and now - self._usage_at < _USAGE_SECS):
