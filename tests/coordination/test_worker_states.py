@@ -16,6 +16,7 @@ from tfdist.coordination.worker_states import (
     PARTED_SECS,
     STEP,
     WorkerStatus,
+    ended_by,
     never,
     parted,
     step_of,
@@ -70,6 +71,21 @@ def test_wait_for_worker_that_raised_has_its_words():
     own = blocked(0, "model.evaluate", "comparing the data sets", 3)
     text = verdict(own, [WorkerStatus("worker:1", ended="worker:1 ended with LookupError: my own words")], ALL)
     assert text and "worker:1 ended with LookupError: my own words" in text and "remove" not in text
+
+
+@pytest.mark.parametrize("how", [HAS_ENDED, "worker:0 ended with LookupError: my own words"])
+@pytest.mark.parametrize("awaited", [ALL, ["worker:0"]])
+def test_worker_that_ended_after_all_had_parted_has_the_cause(how: str, awaited: list[str]):
+    cause = parted({"worker:0": "model.fit (a step of 2 sums)", "worker:1": "model.fit (a step of 1 sum)"})
+    for ended in (ended_by(how, cause), f"worker:0 ended with RuntimeError: {cause}"):
+        others = [WorkerStatus("worker:0", ended=ended), WorkerStatus("worker:2", ended=HAS_ENDED)]
+        # A worker whose collective has failed does not know its own part any more.
+        assert verdict(WorkerStatus("worker:1", "model.fit"), others, awaited) == cause
+
+
+def test_end_after_another_reason_is_published_as_it_is():
+    assert ended_by(HAS_ENDED, never(WorkerStatus("worker:0"), {"worker:2": LOST})) == HAS_ENDED
+    assert ended_by(HAS_ENDED, "") == HAS_ENDED
 
 
 def test_wait_for_chief_goes_on_after_another_worker_ended():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 
@@ -12,8 +13,8 @@ from overlapping import in_thread
 
 from tfdist.cluster import Task
 from tfdist.coordination import stalls
-from tfdist.coordination.worker_states import STEP, WorkerStatus
-from tfdist.engines.agreement import Agreement
+from tfdist.coordination.worker_states import HAS_ENDED, PARTED_SECS, STEP, WorkerStatus, step_of
+from tfdist.engines.agreement import Agreement, _Wait
 
 TASKS = [Task("worker", 0), Task("worker", 1)]
 
@@ -32,6 +33,40 @@ def test_state_after_the_end_is_not_published(agreement: Agreement, monkeypatch:
     # Of the thread that has begun to look before the end.
     agreement._watch.post(WorkerStatus("worker:1", "model.fit"))
     assert len(posted) == 2 and "has ended" in posted[-1]
+
+
+def test_end_of_a_forked_copy_is_no_end_of_the_worker(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
+    posted: list[str] = []
+    monkeypatch.setattr(agreement, "post", lambda key, text: posted.append(text))
+    monkeypatch.setattr(agreement, "_service_answers", lambda: True)
+    process = os.getpid()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: process + 1)
+        agreement._leave()
+    assert posted == []
+    agreement.end()
+    assert len(posted) == 1 and HAS_ENDED in posted[0]
+
+
+def test_end_after_the_workers_had_parted_names_the_cause(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
+    """The other worker may look only then: its collective fails as soon as the process of this one is gone."""
+    posted: dict[str, str] = {}
+    monkeypatch.setattr(agreement, "post", posted.__setitem__)
+    monkeypatch.setattr(agreement, "_service_answers", lambda: True)
+    found = [WorkerStatus("worker:0", "model.fit", blocked_secs=PARTED_SECS, part=step_of("2 sums"))]
+    monkeypatch.setattr(agreement._watch, "states", lambda: found)
+    own = WorkerStatus("worker:1", "model.fit", blocked_secs=PARTED_SECS, part=step_of("1 sum"))
+    monkeypatch.setattr(agreement, "state", lambda *_: (own, TASKS[:1]))
+    wait = _Wait("model.fit", "", 0, TASKS[:1], 0.0)
+    monkeypatch.setattr(agreement, "current_wait", lambda: wait)
+    agreement._watch._look()
+    agreement.end()
+    other = Agreement(TASKS[0], TASKS)
+    monkeypatch.setattr(other, "peek", lambda key, timeout_ms: posted[key])
+    monkeypatch.setattr(other, "_main_call", lambda: "model.fit")
+    reset = tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer")
+    assert type(wait.failure) is RuntimeError and "in model.fit (a step of 1 sum)" in str(wait.failure)
+    assert repr(other.failure_behind(reset)) == repr(wait.failure)
 
 
 def test_failure_of_a_wait_that_is_over_ends_no_other_wait(agreement: Agreement):

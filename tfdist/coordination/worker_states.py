@@ -45,7 +45,7 @@ class WorkerStatus:
       number: the number of the exchange that it waits for; 0 for no numbered exchange.
       blocked_secs: for how long it has waited for other workers without progress; 0 if it does not wait.
       log: its last numbered exchanges.
-      ended: how its program has ended; "" if it has not.
+      ended: how its program has ended, and why if the workers had parted; "" if it has not.
       part: of a collective, `step_of` or `OUTSIDE`: whether it is in a step of that call; "" if it is not known.
     """
 
@@ -93,6 +93,9 @@ def verdict(own: WorkerStatus, others: Sequence[WorkerStatus], awaited: Sequence
       awaited: names of the tasks that this worker waits for.
     """
     ended = [state for state in others if state.ended and state.task in awaited]
+    # That the workers parted is the cause, of which the end of the one that saw it first is a consequence.
+    if cause := next(filter(None, (PARTED.search(state.ended) for state in ended)), None):
+        return cause.group()
     if ended:
         return _of_ended(own, ended)
     states = [own, *others]
@@ -108,6 +111,11 @@ def _are_together(states: Sequence[WorkerStatus]) -> bool:
     parts = {state.part for state in states if state.part}
     steps = {part for part in parts if part != OUTSIDE}
     return bool(states[0].what) or len(parts) < 2 or (OUTSIDE not in parts and len(steps - {STEP}) < 2)
+
+
+def ended_by(how: str, reason: str) -> str:
+    """Returns `WorkerStatus.ended` of a program that has ended with `how` after its last wait could not end."""
+    return f"{how}: {reason}" if PARTED.match(reason) and not PARTED.search(how) else how
 
 
 def step_of(collectives: str) -> str:

@@ -132,7 +132,7 @@ class Agreement:
         # The functions with collectives, by the line of the program that calls them.
         self._functions: dict[str, context.CollectiveFunction] = {}
         # Outcome of the program, once it has ended.
-        self._ended = ""
+        self._ended, self._process = "", os.getpid()
         # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
         self._failure: Exception | None = None
         # Number of calls of `from_chief_at`, by place, and the key of the last one.
@@ -144,6 +144,11 @@ class Agreement:
     def is_chief(self) -> bool:
         """True on the chief."""
         return self.task == self.tasks[0]
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a forked copy of the program, which is no worker."""
+        return os.getpid() == self._process
 
     @property
     def count(self) -> int:
@@ -558,13 +563,14 @@ class Agreement:
 
     def end(self, how: str = worker_states.HAS_ENDED) -> None:
         """Tells the other workers that this one makes no more calls; done at the end of the program."""
-        if self._ended:
+        if self._ended or not self.is_of_this_process:
             return
         self._ended = how
         with contextlib.suppress(ConnectionError):
             # Storing has no time limit.
             if self._service_answers():
-                self._watch.post(WorkerStatus(str(self.task), ended=how))
+                ended = worker_states.ended_by(how, self._watch.shown_reason)
+                self._watch.post(WorkerStatus(str(self.task), ended=ended))
 
     def close(self) -> None:
         """Ends the threads, after which this worker makes no more calls; may be called again."""
@@ -622,8 +628,8 @@ class _Watch:
         self._idleness = stalls.Idleness()
         self._token, self._since = -1, 0.0
         self._has_aborted = False
-        # Until when a wait that can't end stays published, though an exception has ended it.
-        self._shown_until = 0.0
+        # Until when a wait that can't end stays published, though an exception has ended it; and why it can't.
+        self._shown_until, self._reason = 0.0, ""
         # The main thread posts the end.
         self._posting, self._has_ended = threading.Lock(), False
         self._beat, self._is_posted, self._looks = 0, False, 0
@@ -687,7 +693,14 @@ class _Watch:
             lost = dict.fromkeys(self._agreement.gone(awaited), worker_states.LOST)
         if lost:
             reason = worker_states.never(own, lost)
-        return ConnectionError(reason) if reason else None
+        if not reason:
+            return None
+        return RuntimeError(reason) if worker_states.PARTED.match(reason) else ConnectionError(reason)
+
+    @property
+    def shown_reason(self) -> str:
+        """Why the wait that is still published can't end; "" if there is none."""
+        return self._reason if time.monotonic() < self._shown_until else ""
 
     def _run(self) -> None:
         every = max(_LOOK_EVERY_SECS, len(self._others) / _WORKERS_PER_LOOK)
@@ -718,7 +731,7 @@ class _Watch:
         if error is None:
             return
         # The others may look later, and must still see this wait to end theirs, if the program catches the error.
-        self._shown_until = time.monotonic() + _SHOWN_SECS
+        self._shown_until, self._reason = time.monotonic() + _SHOWN_SECS, str(error)
         if not in_collective and wait is not None:
             # Of this wait only: if it has ended meanwhile, the reason must not end another one.
             wait.failure = error
@@ -751,7 +764,7 @@ def tell_others_of_errors(agreement: Agreement) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if agreement.is_of_this_process and threading.current_thread() is threading.main_thread():
             # One line in place of TensorFlow's many.
             with contextlib.suppress(Exception):
                 error = agreement.failure_behind(error) or error
