@@ -68,7 +68,6 @@ ENDED_BY = {
     "coordination/rendezvous.py:_complete": "timeout_secs",
     "coordination/round_runner.py:RoundRunner.collect": "self._check_the_silent()",
     "coordination/round_runner.py:RoundRunner.start": "is_over()",
-    "coordination/stalls.py:InterruptEscape._watch": "self._delivered",
     "coordination/stalls.py:StallReporter._run": "self._stop",
     "coordination/stream_runner.py:StreamRunner.collect": "self._check_the_silent()",
     "coordination/usage.py:Sampler._run": "self._ended",

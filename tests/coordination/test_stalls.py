@@ -6,14 +6,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
+import os
 import pathlib
 import signal
 import threading
+import types
 import weakref
 
 import pytest
 from waiting import Clock
 
+from tfdist.coordination import stalls
 from tfdist.coordination.stalls import BlockedCall, Idleness, InterruptEscape, StallReporter, calls_of_tensorflow
 
 
@@ -82,6 +85,30 @@ def test_an_interrupt_that_python_delivers_is_told_and_does_what_it_did_before()
         escape.uninstall()
     assert told == ["told"]
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_second_interrupt_before_the_first_is_seen_ends_no_process(monkeypatch: pytest.MonkeyPatch):
+    handled, exits = threading.Event(), []
+
+    def read(descriptor: int, size: int) -> bytes:
+        assert handled.wait(10)
+        return os.read(descriptor, 1)
+
+    monkeypatch.setattr(stalls, "os", types.SimpleNamespace(**{**vars(os), "read": read, "_exit": exits.append}))
+    escape, told = InterruptEscape(lambda: "nobody", grace_secs=0.1), []
+    before = signal.signal(signal.SIGINT, lambda *_: told.append("told"))
+    try:
+        escape.install()
+        (watch,) = [each for each in threading.enumerate() if each.name == "tfdist-interrupt"]
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        handled.set()
+        escape.uninstall()
+        watch.join(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == ["told"] * 2 and not watch.is_alive()
+    assert exits == []
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import select
 import signal
 import sys
 import threading
@@ -270,6 +271,10 @@ def _delay_secs(schedstat: str) -> float:
     return int(schedstat.split()[1]) / 1e9 if schedstat else 0.0
 
 
+# No signal has this number.
+_DELIVERED = 0
+
+
 class InterruptEscape:
     """Ends the process on Ctrl-C if the main thread is blocked in a call that Python can't interrupt.
 
@@ -289,7 +294,6 @@ class InterruptEscape:
         self._describe = describe
         self._grace_secs = grace_secs
         self._on_interrupt = on_interrupt
-        self._delivered = threading.Event()
         self._pipe: tuple[int, int] | None = None
         self._previous: Any = None
 
@@ -321,17 +325,30 @@ class InterruptEscape:
         self._pipe = None
 
     def _deliver(self, number: int, frame: Any) -> None:
-        self._delivered.set()
+        if self._pipe is not None:
+            with contextlib.suppress(BlockingIOError):
+                # Behind the bytes of all signals that this call answers.
+                os.write(self._pipe[1], bytes([_DELIVERED]))
         self._on_interrupt()
         self._previous(number, frame)
 
     def _watch(self, read: int) -> None:
-        while signals := os.read(read, 64):
-            if signal.SIGINT in signals and not self._delivered.wait(self._grace_secs):
-                _log.say(f"interrupted while waiting for {self._describe()}")
-                os._exit(130)
-            self._delivered.clear()
-        os.close(read)
+        poll = select.poll()
+        poll.register(read, select.POLLIN)
+        # Time at which Python must have handled the signals, if it has not yet.
+        deadline: float | None = None
+        while deadline is None or poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+            received = os.read(read, 64)
+            if not received:
+                os.close(read)
+                return
+            for each in received:
+                if each == _DELIVERED:
+                    deadline = None
+                elif each == signal.SIGINT:
+                    deadline = deadline or time.monotonic() + self._grace_secs
+        _log.say(f"interrupted while waiting for {self._describe()}")
+        os._exit(130)
 
 
 @contextlib.contextmanager
