@@ -2,10 +2,13 @@
 """Failed workers are started again or given up, and the job goes on or ends. No processes."""
 
 import functools
+import itertools
 import json
 import math
+import os
 import pathlib
 import signal
+import types
 
 import pytest
 from waiting import Clock
@@ -135,6 +138,19 @@ def attempt(*endings, min_workers=2, **restarts):
     supervisor = Scripted(*endings)
     outcome = attempts.Attempt(request, supervisor, [], number=0, min_workers=min_workers, logs=None).run()
     return outcome, supervisor
+
+
+def test_no_wait_for_the_others_is_negative(monkeypatch):
+    """The time is over between the look at the clock and the wait."""
+    waits, moments = [], itertools.count()
+    request = local.plan(local.LocalJob(("train.py",), num_ps=1, grace_secs=1.5), range(1, 6))
+    supervisor = Scripted()
+    supervisor.start("ps:0", (), {JOINED_VARIABLE: os.devnull})
+    monkeypatch.setattr(supervisor, "wait_first_exit", waits.append)
+    ending = attempts.Attempt(request, supervisor, [], number=0, min_workers=2, logs=None)
+    monkeypatch.setattr(attempts, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
+    ending._let_others_end()
+    assert waits == [0.5]
 
 
 LOST, RAN, SOON = -signal.SIGKILL, 40.0, 1.0

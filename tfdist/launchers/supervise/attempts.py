@@ -308,8 +308,10 @@ class Attempt:
         for process in late:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self._request.grace_secs
-        while set(self._supervisor.running) - set(late) and not self._received and time.monotonic() < deadline:
-            self._supervisor.wait_first_exit(deadline - time.monotonic())
+        while set(self._supervisor.running) - set(late) and not self._received:
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            self._supervisor.wait_first_exit(left)
         for process in late:
             process.send_signal(signal.SIGKILL)
 
