@@ -12,9 +12,11 @@ import sys
 import textwrap
 
 import pytest
+import tensorflow as tf
 
 from tfdist import Cluster, Task, _log
 from tfdist.cluster import JOB_SECRET_VARIABLE
+from tfdist.serving import embedded
 from tfdist.serving import task as serving_task
 
 CLUSTER = Cluster({"chief": {0: "a:1"}, "worker": {0: "b:1"}, "ps": {0: "c:1"}}, Task("worker", 0))
@@ -53,6 +55,19 @@ def test_a_name_that_can_not_be_guessed_leaves_no_folder(folder: pathlib.Path, m
     (folder / "done").write_text("by the chief of an earlier attempt")
     serving_task.prepare(folder)
     assert not folder.exists()
+
+
+def test_forked_copy_of_the_chief_leaves_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment, written = embedded.Attachment(CLUSTER.with_task(Task("chief", 0)), None, None), list[str]()
+    monkeypatch.setattr(tf.io, "write_file", lambda name, text: written.append(name))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    process = os.getpid()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: process + 1)
+        attachment.finish()
+    assert written == []
+    attachment.finish()
+    assert len(written) == len(["worker:0", "ps:0"])
 
 
 def a_link(folder: pathlib.Path) -> None:

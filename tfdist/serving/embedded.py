@@ -133,6 +133,7 @@ class Attachment:
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
         self._marks = {task: done_mark(cluster, task) for task in servers}
         self._watched: tuple[keepalive.Keepalive, threading.Event] | None = None
+        self._process = os.getpid()
         # True if this program ends early and will be started again.
         self.is_abandoned = False
 
@@ -181,7 +182,12 @@ class Attachment:
         self._data_service.close()
 
     def finish(self) -> None:
-        """Notifies every server that the chief is done. Called at exit; does nothing if the program failed."""
+        """Notifies every server that the chief is done. Called at exit; does nothing if the program failed.
+
+        Neither does it in a forked copy of the program.
+        """
+        if os.getpid() != self._process:
+            return
         if self.embedded is not None or self.is_abandoned or getattr(sys, "last_value", None) is not None:
             return
         for task, mark in self._marks.items():
