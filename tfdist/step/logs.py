@@ -90,15 +90,14 @@ class Formula:
 
     def __init__(self, log: tf.Tensor, counts: Sequence[tf.Tensor]) -> None:
         self._log = log
-        self._known = {each.ref() for each in counts if each.graph is log.graph}
-        self._depends: dict[Any, bool] = {}
         self._operations: dict[str, tf.Operation] = {}
         self.counts: list[tf.Tensor] = []
         self.others: list[tf.Tensor] = []
-        if log.ref() in self._known:
+        known = {each.ref() for each in counts if each.graph is log.graph}
+        if log.ref() in known:
             self.counts = [log]
-        elif self._is_dependent(log):
-            self._collect(log.op)
+        elif known:
+            self._collect(known)
             if any(each.dtype in (tf.resource, tf.variant) for each in self.others):
                 # A conditional that reads variables; what it would read is not known here.
                 self.counts, self.others = [], []
@@ -132,27 +131,30 @@ class Formula:
         )
         return found
 
-    def _is_dependent(self, tensor: tf.Tensor) -> bool:
-        if tensor.ref() in self._known:
-            return True
-        key = tensor.op.name
-        if key not in self._depends:
-            self._depends[key] = False
-            self._depends[key] = any(map(self._is_dependent, tensor.op.inputs))
-        return self._depends[key]
-
-    def _collect(self, operation: tf.Operation) -> None:
-        """Collects the operations between the counts and the log."""
-        if operation.name in self._operations:
-            return
-        self._operations[operation.name] = operation
-        for tensor in operation.inputs:
-            if tensor.ref() in self._known:
-                _add(self.counts, tensor)
-            elif self._is_dependent(tensor) or _is_constant(tensor):
-                self._collect(tensor.op)
-            else:
-                _add(self.others, tensor)
+    def _collect(self, known: set[Any]) -> None:
+        """Collects the operations between the counts and the log, if it depends on any."""
+        dependent, constant = set[str](), set[str]()
+        for operation in _behind(self._log, known):
+            inputs = operation.inputs
+            if any(each.ref() in known or each.op.name in dependent for each in inputs):
+                dependent.add(operation.name)
+            elif operation.type == "Const" or (
+                inputs and not operation.op_def.is_stateful and all(each.op.name in constant for each in inputs)
+            ):
+                constant.add(operation.name)
+        waiting = [self._log.op] if self._log.op.name in dependent else []
+        while waiting:
+            operation = waiting.pop()
+            if operation.name in self._operations:
+                continue
+            self._operations[operation.name] = operation
+            for tensor in operation.inputs:
+                if tensor.ref() in known:
+                    _add(self.counts, tensor)
+                elif tensor.op.name in dependent or tensor.op.name in constant:
+                    waiting.append(tensor.op)
+                else:
+                    _add(self.others, tensor)
 
 
 def _add(found: list[tf.Tensor], tensor: tf.Tensor) -> None:
@@ -160,12 +162,21 @@ def _add(found: list[tf.Tensor], tensor: tf.Tensor) -> None:
         found.append(tensor)
 
 
-def _is_constant(tensor: tf.Tensor) -> bool:
-    operation = tensor.op
-    if operation.type == "Const":
-        return True
-    is_pure = operation.inputs and not operation.op_def.is_stateful
-    return bool(is_pure) and all(map(_is_constant, operation.inputs))
+def _behind(log: tf.Tensor, known: set[Any]) -> list[tf.Operation]:
+    """Returns the operations that a tensor is computed from, each after those of its inputs; none behind known ones.
+
+    Without recursion: a model of many layers has longer chains of operations than Python has frames.
+    """
+    found, seen, waiting = list[tf.Operation](), set[str](), [(log.op, False)]
+    while waiting:
+        operation, has_inputs = waiting.pop()
+        if has_inputs:
+            found.append(operation)
+        elif operation.name not in seen:
+            seen.add(operation.name)
+            waiting.append((operation, True))
+            waiting += [(each.op, False) for each in operation.inputs if each.ref() not in known]
+    return found
 
 
 # Packing of a step's result into few tensors, for the transfer to Keras' loop.
