@@ -250,6 +250,20 @@ def test_optimizers_metrics_and_layers_are_left_as_they_were() -> None:
     assert "update_state" not in vars(model.metrics[0])
 
 
+def test_trace_that_fails_leaves_the_step_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    halves = Halves(model)
+    before = halves.step.variables()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("own words")
+
+    monkeypatch.setattr(model, "compute_loss", fail)
+    with pytest.raises(ArithmeticError, match="own words"):
+        tf.function(halves._contribute_as(0), autograph=False)(X[:4], Y[:4])
+    assert before and [each is other for each, other in zip(before, halves.step.variables(), strict=True)]
+
+
 def test_what_cannot_be_taken_apart_is_said() -> None:
     keras.utils.set_random_seed(3)
     model = dense()

@@ -148,7 +148,16 @@ class SplitTrainStep:
         Raises:
           TraceAgain: the step has to be traced anew; see `settled`.
         """
-        layout = self._layout = _Layout()
+        before, self._layout = self._layout, _Layout()
+        try:
+            return self._contributed(batch, batch_rows, whole)
+        except BaseException:
+            # Other contributions, and the updates from them, were traced with that one.
+            self._layout = before
+            raise
+
+    def _contributed(self, batch: Any, batch_rows: tf.Tensor | None, whole: Any) -> ReplicaContribution:
+        layout = self._layout
         is_filled = self._may_be_empty(batch)
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
