@@ -28,7 +28,7 @@ class TestAggregated(Conformance):
             *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm", *TRANSFORMS[:2]),
             # `TestBackupWorkers` on devices splits the step in the same way, with masks and slices.
             *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
-            *("dicts, even parts", "ragged", "no batches"),
+            *("dicts, even parts", "ragged", "no batches", "order of the data and of a part for validation"),
             *("embedding, places", "step tracked by other names, even parts"),
             # With validation data.
             "first call, optimizer of its own",

@@ -406,6 +406,31 @@ def _restored_early(strategy: Any, directory: pathlib.Path) -> list[Any]:
     return [first, fitted(restored), int(restored.optimizer.iterations), predicting.predict(X, verbose=0)]
 
 
+@_case("restored with its optimizer before it is built")
+def _restored_with_optimizer(strategy: Any, directory: pathlib.Path) -> list[Any]:
+    def made() -> keras.Model:
+        with strategy.scope():
+            model = own_models.Called()
+            model.compile(OPTIMIZERS.Adam(0.01), "mse")
+        return model
+
+    def fitted(model: keras.Model) -> list[Any]:
+        history = model.fit(X, Y, batch_size=batch_size(8), shuffle=False, verbose=0).history
+        return [history, model.get_weights(), *(each.numpy() for each in model.optimizer.variables)]
+
+    keras.utils.set_random_seed(3)
+    first, second = made(), made()
+    found = fitted(first)
+    path = tf.train.Checkpoint(model=first, optimizer=first.optimizer).save(directory / "checkpoint")
+    if strategy is tf.distribute.get_strategy():
+        # Keras restores into one kernel here, and trains another one, if the train step makes the weights.
+        second(X[:1])
+    restored = tf.train.Checkpoint(model=second, optimizer=second.optimizer).restore(path)
+    found += fitted(second)
+    restored.assert_consumed()
+    return found
+
+
 # Steps of their own.
 
 _own = functools.partial(_sgd, metrics=None)
@@ -471,6 +496,19 @@ def _order(strategy: Any) -> list[Any]:
             model.compile(OPTIMIZERS.SGD(0.5), "mse", metrics=["mae"])
         found += [model.fit(given, epochs=3, verbose=0).history, model.get_weights()]
     return found
+
+
+@_case("order of the data and of a part for validation")
+def _orders(strategy: Any) -> list[Any]:
+    """Each iterator of a shuffle draws an order; Keras makes one between epochs that it never reads."""
+    keras.utils.set_random_seed(3)
+    data, validation = (
+        tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(45, seed=seed).batch(batch_size(8)) for seed in (3, 4)
+    )
+    with strategy.scope():
+        model = training.dense_model()
+        model.compile(OPTIMIZERS.SGD(0.5), "mse", metrics=["mae"])
+    return [model.fit(data, epochs=3, verbose=0, validation_data=validation.take(2)).history, model.get_weights()]
 
 
 class _Halves(keras.Model):

@@ -194,6 +194,17 @@ class Penalty(keras.layers.Layer):
         return x
 
 
+class Called(keras.Model):
+    """Model whose layers are built by its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
 class Masked(keras.layers.Layer):
     """Multiplies only some of the rows by a large kernel."""
 

@@ -216,7 +216,7 @@ class FakeDataset:
 
     element_spec = tf.TensorSpec([None], tf.int64)
     lives_in_python = False
-    passes = 1
+    passes_read = 1
 
     @property
     def batch_spec(self) -> Any:
@@ -240,7 +240,10 @@ class FakeDataset:
     def share(self, worker: int) -> int | None:
         return self._shares[worker] if self._known == "total and shares" else None
 
-    def iterate_on_workers(self, position: Callable[[int], int]) -> PerWorker:
+    def begin_pass(self) -> int:
+        return 1
+
+    def iterate_on_workers(self, number: int, position: Callable[[int], int]) -> PerWorker:
         return PerWorker(
             [FakeIterator(self._cluster, worker, size, position) for worker, size in enumerate(self._shares)]
         )

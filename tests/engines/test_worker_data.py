@@ -44,7 +44,7 @@ def read(dataset: WorkerDataset) -> list[list[int]]:
     """Returns the batches that each worker would read in one pass."""
     return [
         [int(value) for batch in share for value in batch]
-        for share in dataset.iterate_on_workers(lambda worker: 0).values
+        for share in dataset.iterate_on_workers(dataset.begin_pass()).values
     ]
 
 
@@ -62,6 +62,40 @@ def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: Asynchronou
     passes = [read(dataset) for _ in range(3)]
     assert all(sorted(itertools.chain(*shares)) == list(range(20)) for shares in passes)
     assert len({str(shares) for shares in passes}) == 3
+
+
+def orders_on_one_device(dataset: tf.data.Dataset, count: int) -> list[list[list[int]]]:
+    """The batches of so many iterators, whose elements are sorted: workers have parts of them."""
+    return [[sorted(batch) for batch in dataset.as_numpy_iterator()] for _ in range(count)]
+
+
+def shuffled() -> tf.data.Dataset:
+    return tf.data.Dataset.range(24).shuffle(24, seed=3).batch(6)
+
+
+@pytest.mark.parametrize("sharding", ["shard", "deal"])
+def test_order_of_a_pass_is_that_of_one_device(engine: AsynchronousEngine, sharding: str) -> None:
+    """Keras makes an iterator between epochs that it never reads."""
+    dataset, expected = WorkerDataset(engine, shuffled(), sharding), orders_on_one_device(shuffled(), 4)
+    for number in (1, 3, 4):
+        while dataset.begin_pass() < number:
+            pass
+        values = dataset.iterate_on_workers(number).values
+        shares = [[batch.numpy().tolist() for batch in itertools.islice(share, 4)] for share in values]
+        if sharding == "shard":
+            batches = [shares[batch % WORKERS][batch // WORKERS] for batch in range(4)]
+        else:
+            batches = [[*itertools.chain(*(share[batch] for share in shares))] for batch in range(4)]
+        assert [sorted(batch) for batch in batches] == expected[number - 1]
+
+
+def test_order_that_the_chief_reads_is_that_of_one_device(engine: AsynchronousEngine) -> None:
+    dataset, expected = WorkerDataset(engine, shuffled().take(2), "shard"), orders_on_one_device(shuffled(), 4)
+    iterators = [iter(dataset) for _ in range(3)]
+    for number in (1, 3):
+        iterators[number - 1].decide(by_chief=True)
+        assert [sorted(np.asarray(batch)) for batch in iterators[number - 1]] == expected[number - 1][:2]
+    assert [sorted(np.asarray(batch)) for batch in iter(dataset)] == expected[3][:2]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +121,7 @@ def test_a_worker_that_is_back_goes_on_in_the_order_of_the_others(
     monkeypatch.setattr(coordinator, "create_on_workers", recorded)
     dataset = WorkerDataset(engine, make(tf.data.Dataset.range(30)), "shard")
     for _ in range(3):
-        shares = dataset.iterate_on_workers(lambda worker: taken[worker]).values
+        shares = dataset.iterate_on_workers(dataset.begin_pass(), lambda worker: taken[worker]).values
         read = [[batch.numpy().tolist() for batch in share] for share in shares]
     build, *_, iterate = created
     taken[1] = 2

@@ -143,7 +143,7 @@ class StreamEngine(rounds.RoundEngine):
         if isinstance(feed, worker_pass.ChiefFeed):
             return ChiefStreamFeed(lambda: self._read(feed, iterator.element_spec))
         if dataset.is_shared_out:
-            return ShareFeed(self._count, dataset.open_shares(), dataset.forget_shares)
+            return ShareFeed(self._count, dataset.open_shares(iterator.number), dataset.forget_shares)
         return Streams(lambda worker: feed.taken.update([worker]))
 
     def _on_workers(self, iterator: WorkerIterator, parts: Any) -> Any:

@@ -82,6 +82,11 @@ class DatasetGraph:
         return any(node.op.startswith("CacheDataset") for nodes in self._bodies() for node in nodes)
 
     @property
+    def shuffles(self) -> bool:
+        """True if each iterator over the data set draws an order, or numbers, that depend on those before."""
+        return any(node.op in _SEED_INPUTS for nodes in self._bodies() for node in nodes)
+
+    @property
     def has_even_batches(self) -> bool:
         """True if all components of a batch surely have the same number of examples: `batch` made them."""
         nodes = {node.name: node for node in self._graph.node}

@@ -54,6 +54,16 @@ def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: 
     return _with_cardinality(in_order(transform(shares)), dataset, len(parts))
 
 
+def not_read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the data set without the buffer that tf.data adds at its end, by which a repetition would begin early.
+
+    Each repetition of a shuffle draws an order.
+    """
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return dataset.with_options(options)
+
+
 def in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The data set, in one order: workers that read the same batches in different ones would take overlapping parts."""
     options = tf.data.Options()

@@ -64,9 +64,12 @@ class WorkerDataset(DistributedDataset):
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
         self._described: DatasetGraph | None = None
         self._share_builder: Callable[[tf.Tensor], tf.data.Dataset] | None = None
-        self.passes = 0
-        # Number of passes that each worker has begun since it built its share. Only that worker's thread reads it.
+        # Number of iterators that were made over the data, and of those that workers have read.
+        self.passes = self.passes_read = 0
+        # Number of iterators that each worker has made since it built its share. Only that worker's thread reads it.
         self._begun: dict[int, int] = {}
+        # The same of the chief.
+        self._begun_by_chief = 0
         # Data sets of `open_shares`, by worker and share, with the number of passes begun.
         self._opened: dict[tuple[int, int], tuple[tf.data.Dataset, int]] = {}
 
@@ -152,8 +155,19 @@ class WorkerDataset(DistributedDataset):
             for batch in rebuild(self._graph().without_shuffles(), self.batch_spec).take(1):
                 splitting.check_examples(batch, self.num_parts)
 
-    def local_iterator(self) -> Iterator[Any]:
-        """Returns the chief's own iterator, over the whole data set."""
+    def begin_pass(self) -> int:
+        """Returns the number of a new iterator over the data, from 1 on, which may never be read.
+
+        Keras makes iterators that it never reads, and on one device each iterator of a shuffle draws an order. So the
+        order of a pass depends on this number.
+        """
+        self.passes += 1
+        return self.passes
+
+    def local_iterator(self, number: int) -> Iterator[Any]:
+        """Returns the chief's own iterator, over the whole data set, in the order of this pass."""
+        begun, self._begun_by_chief = self._begun_by_chief, max(number, self._begun_by_chief)
+        progress.begin_passes(self.own, number - 1 - begun, caches=False)
         return iter(self.own)
 
     def share(self, worker: int) -> int | None:
@@ -182,10 +196,10 @@ class WorkerDataset(DistributedDataset):
         """True if each batch of a pass belongs to one worker's share."""
         return self._sharding == "shard"
 
-    def open_shares(self) -> Callable[[int, int], Iterator[Any]]:
+    def open_shares(self, number: int) -> Callable[[int, int], Iterator[Any]]:
         """Starts a pass over the shares, any of which any worker may read (see `streams.ShareFeed`)."""
-        self.passes += 1
-        number = self.passes
+        self.passes_read += 1
+        caches = self.passes_read > 1 and self._graph().caches
         if self._share_builder is None:
             self._graph().agree_on_order(secrets.randbelow(2**31))
             self._share_builder = self._rebuilder(self._graph(), self._engine.num_workers)
@@ -197,7 +211,7 @@ class WorkerDataset(DistributedDataset):
             if dataset is None or position:
                 # Built again to continue a pass: each new iterator of a data set draws another order.
                 dataset, begun = build(tf.constant(share, tf.int64)), 0
-            progress.begin_passes(dataset, number - 1 - begun, self._graph().caches, begun)
+            progress.begin_passes(dataset, number - 1 - begun, caches, begun)
             self._opened[key] = dataset, number
             return iter(dataset.skip(position) if position else dataset)
 
@@ -209,25 +223,26 @@ class WorkerDataset(DistributedDataset):
             self._opened.pop(key, None)
 
     def iterate_on_workers(
-        self, position: Callable[[int], int] = lambda worker: 0
+        self, number: int, position: Callable[[int], int] = lambda worker: 0
     ) -> tf.distribute.coordinator.PerWorkerValue:
         """Starts a pass: one iterator on each worker over its share.
 
         Args:
+          number: of the pass.
           position: Returns the number of batches that a worker skips; a restarted worker continues its share.
         """
-        self.passes += 1
+        self.passes_read += 1
+        is_first = self.passes_read == 1
         create = functools.partial(coordinator.create_on_workers, self._engine.coordinator)
         if self._sharding == "dynamic":
             build = self._join_service()
             return create(lambda: iter(build()))
         if self._shipped is None:
             self._shipped = create(functools.partial(self._build_share, self._shares()))
-        number = self.passes
 
         def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
             worker = coordinator.this_worker()
-            self._catch_up(dataset, worker, number)
+            self._catch_up(dataset, worker, number, is_first)
             count = position(worker)
             return iter(dataset.skip(count) if count else dataset)
 
@@ -244,13 +259,15 @@ class WorkerDataset(DistributedDataset):
             progress.read(dataset)
         return dataset
 
-    def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int) -> None:
-        """Advances a worker that has rebuilt its share to the order that pass `number` has on the other workers.
+    def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int, is_first: bool) -> None:
+        """Advances a share to the order that pass `number` has on one device, and on the other workers.
 
-        Each iterator draws a new order. A cache has the order of the first pass, which must be read then.
+        Each iterator draws a new order. A cache has the order of the first pass, which must be read if this worker has
+        rebuilt its share.
         """
-        begun = self._begun[worker]
-        progress.begin_passes(dataset, number - 1 - begun, self._graph().caches, begun)
+        begun, caches = self._begun[worker], not is_first and self._graph().caches
+        if caches or self._graph().shuffles:
+            progress.begin_passes(dataset, number - 1 - begun, caches, begun)
         self._begun[worker] = max(self._begun[worker], number)
 
     def _shares(self) -> Callable[[int], tf.data.Dataset]:
@@ -278,7 +295,7 @@ class WorkerDataset(DistributedDataset):
                 # A single worker reads whole batches, of any structure.
                 parts = (splitting.deal(dataset, [shard], num_shards) if num_shards > 1 else dataset).prefetch(1)
                 # A worker whose contribution was withdrawn makes another one for the same update: it needs more data.
-                return parts.repeat(2) if self.cardinality >= 0 else parts
+                return splitting.not_read_ahead(parts.repeat(2)) if self.cardinality >= 0 else parts
             return self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)
 
         return build.get_concrete_function(tf.TensorSpec([], tf.int64))

@@ -65,6 +65,7 @@ class WorkerFeed:
 
     Args:
       dataset: the data.
+      number: of the pass; see `WorkerDataset.begin_pass`.
 
     Attributes:
       in_step: True if a step reads its batch itself, from the iterator on its worker. Each worker's number of batches
@@ -80,8 +81,9 @@ class WorkerFeed:
 
     by_chief = False
 
-    def __init__(self, dataset: WorkerDataset) -> None:
+    def __init__(self, dataset: WorkerDataset, number: int) -> None:
         self._dataset = dataset
+        self._number = number
         self.is_counted = dataset.cardinality != tf.data.UNKNOWN_CARDINALITY
         self.in_step = self.is_counted and dataset.share(0) is not None
         # Number of batches by worker.
@@ -92,13 +94,14 @@ class WorkerFeed:
         self.ended = False
         self.on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
         self.updates = 0
-        self._number = 0
+        # Number of the pass among those that workers have read.
+        self._number_read = 0
 
     def begin(self) -> tf.distribute.coordinator.PerWorkerValue:
         """Makes the iterators on the workers, unless they are there; returns them."""
         if self.on_workers is None:
-            self.on_workers = self._dataset.iterate_on_workers(self._position)
-            self._number = self._dataset.passes
+            self.on_workers = self._dataset.iterate_on_workers(self._number, self._position)
+            self._number_read = self._dataset.passes_read
         return self.on_workers
 
     def available(self, worker: int, wanted: int) -> int:
@@ -128,7 +131,7 @@ class WorkerFeed:
         # fetched are lost.
         is_dealt_out, total = self._dataset.is_dealt_out, self._dataset.cardinality
         workers = self.lost if is_dealt_out else gone - self.exhausted
-        return describe_lost_batches(self._number, total, self.taken.total(), workers, is_dealt_out)
+        return describe_lost_batches(self._number_read, total, self.taken.total(), workers, is_dealt_out)
 
 
 class ChiefFeed:
@@ -262,6 +265,8 @@ class WorkerIterator(HandleIterator, LoopIterator):
         super().__init__()
         self._engine = engine
         self.dataset = dataset
+        # Number of the pass, for its order.
+        self.number = dataset.begin_pass()
         self._by_execution = by_execution
         call = calls.current()
         # Name of Keras' method; "" in a user's loop.
@@ -298,10 +303,10 @@ class WorkerIterator(HandleIterator, LoopIterator):
     def _decided(self, by_chief: bool) -> Feed:
         dataset = self.dataset
         if not (by_chief or dataset.lives_in_python):
-            return WorkerFeed(dataset)
+            return WorkerFeed(dataset, self.number)
         # Parts as the workers would get them; `fit` raises before its first step.
         is_cut = self._loop == "fit" and dataset.lives_in_python
-        return ChiefFeed(dataset.local_iterator(), dataset.num_parts if is_cut else 1)
+        return ChiefFeed(dataset.local_iterator(self.number), dataset.num_parts if is_cut else 1)
 
     @property
     def is_last(self) -> bool:

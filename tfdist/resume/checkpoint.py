@@ -455,13 +455,13 @@ class DataPosition:
         # With steps_per_epoch `fit` continues the same iterator; else each epoch begins with a new one.
         is_between = not step and not epochs.goes_on
         batches, passes = 0 if is_between else epochs.batches_taken, self._num_passes()
-        if not is_between and not batches and not hasattr(epochs.dataset, "passes"):
+        if not is_between and not batches:
             # The iterator to continue exists, but no batch was taken from it: `fit` will make it again.
             passes -= 1
         return Place(epoch, step, passes, batches, epochs.num_batches)
 
     def _num_passes(self) -> int:
-        # Some data sets make their iterator at the first batch, and count the passes themselves.
+        # Some data sets count the iterators themselves, those of the rest of a resumed pass included.
         made = getattr(self._epochs.dataset, "passes", self._num_iterators)
         return self._num_iterators_before + made
 
