@@ -224,6 +224,25 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(strategy: Any, do
         strategy.distribute_datasets_from_function(lambda _: endless)
 
 
+def test_shards_of_a_hint_are_all_used(doubling: keras.Model) -> None:
+    hint = tf.data.experimental.SHARD_HINT
+    data = with_policy(pairs().shard(hint, hint).batch(4), "HINT")
+    assert means(doubling, data) == pytest.approx([10.0] * 3)
+    with pytest.raises(ValueError, match=r"^predict: each worker has other examples, .*Received: AutoShardPolicy.HINT"):
+        doubling.predict(data, verbose=0)
+
+
+def test_predictions_of_shares_by_generators_are_refused(doubling: keras.Model) -> None:
+    def generated(first: int, step: int) -> tf.data.Dataset:
+        numbers = NUMBERS[first::step]
+        return tf.data.Dataset.from_generator(lambda: numbers, output_signature=tf.TensorSpec([1])).batch(4)
+
+    np.testing.assert_allclose(doubling.predict(generated(0, 1), verbose=0), 2 * NUMBERS)
+    with pytest.raises(ValueError, match=r"^predict: the Python generators, or PyDatasets, of the workers"):
+        doubling.predict(generated(index(), 2), verbose=0)
+    np.testing.assert_allclose(doubling.predict(generated(0, 1), verbose=0), 2 * NUMBERS)
+
+
 def test_files_are_read_once_and_predicted_in_order(tmp_path: pathlib.Path, both: Both, doubling: keras.Model) -> None:
     data = with_policy(lines(tmp_path), "FILE")
     both(None)  # the files are written

@@ -133,21 +133,36 @@ class Worker:
         return self._store.get(key)
 
 
-def compare_data(*datasets: tf.data.Dataset) -> None:
+def compare_data(*datasets: tf.data.Dataset, is_for_predict: bool = False) -> None:
     store: dict[str, Any] = {}
     for index, dataset in enumerate(datasets):
         agreement: Any = Worker(index, store)
-        _shared_datasets.compare(dataset, agreement, is_for_predict=False, is_apart=False)
+        _shared_datasets.compare(dataset, agreement, is_for_predict, is_apart=False)
 
 
 def test_map_on_one_worker_alone_is_a_warning():
     rows = tf.data.Dataset.from_tensor_slices((np.zeros((8, 2)), np.zeros(8))).batch(4)
     slow = rows.map(lambda x, y: tf.numpy_function(lambda *given: given, [x, y], [x.dtype, y.dtype]))
     slow = slow.map(lambda x, y: (tf.ensure_shape(x, [None, 2]), y))
-    with pytest.warns(RuntimeWarning, match="functions of map or filter differ"):
+    with pytest.warns(RuntimeWarning, match="functions of map differ between the workers"):
         compare_data(rows, slow)
+    with pytest.raises(ValueError, match=r"^predict: .*order of the input.* other functions of map on worker:1"):
+        compare_data(rows, slow, is_for_predict=True)
     with pytest.raises(ValueError, match=r"same structure, dtypes and shapes; .* worker:1: .*float32"):
         compare_data(rows, rows.map(lambda x, y: (tf.cast(x, tf.float32), y)))
+
+
+@pytest.mark.parametrize("is_for_predict", [False, True])
+def test_filters_that_differ_between_workers_are_refused(is_for_predict: bool):
+    def share(rank: int) -> tf.data.Dataset:
+        numbered = tf.data.Dataset.range(20).batch(4).unbatch().enumerate()
+        return numbered.filter(lambda index, number: index % 2 == rank).map(lambda index, number: number).batch(4)
+
+    compare_data(share(0), share(0), is_for_predict=is_for_predict)
+    with pytest.raises(
+        ValueError, match=r"^dataset: the functions of filter differ .*AutoShardPolicy.OFF.* on worker:1"
+    ):
+        compare_data(share(0), share(1), is_for_predict=is_for_predict)
 
 
 def test_generators_that_differ_between_workers_are_said(capfd: pytest.CaptureFixture[str]):

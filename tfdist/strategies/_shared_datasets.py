@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
+from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import inputs
 from tfdist.engines.agreement import Agreement
 from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of
@@ -30,10 +31,11 @@ _UNORDERED = (
 )
 
 _OTHER_FUNCTIONS = (
-    "dataset: the functions of map or filter differ between the workers. Of each batch of its own data each worker "
+    "dataset: the functions of {names} differ between the workers. Of each batch of its own data each worker "
     "uses its part, so of examples that only one worker has, some are never used: give all workers the same data set, "
-    "or shard it yourself with AutoShardPolicy.OFF. Functions that leave the examples as they are may differ"
+    "or shard it yourself with AutoShardPolicy.OFF"
 )
+_MAY_DIFFER = "Functions that leave the examples as they are may differ"
 _OTHER_ORDERS = (
     "the workers shuffle in different orders, so that an epoch would have some examples twice and others never; call "
     "dataset.shuffle(..., seed=...) with the same seed on all workers"
@@ -42,6 +44,10 @@ _OTHER_EXAMPLES = (
     "dataset: the Python generators, or PyDatasets, of {own} and {others} return different examples. Of each batch of "
     "its own each worker uses its part, and the rest is never used: return the same examples on all workers, or give "
     "each its own with strategy.distribute_datasets_from_function. Examples that are drawn at random may differ"
+)
+_OTHER_PREDICTIONS = (
+    "predict: the Python generators, or PyDatasets, of the workers return different examples, so the predictions are "
+    "not those of the input: return the same examples on all workers"
 )
 _RECEIVE_SECS = 0.05
 
@@ -83,7 +89,8 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
     content = _content(dataset) if policy == _POLICY.OFF else _Content()
     traits = [*_spec(dataset.element_spec), f"{int(dataset.cardinality())} batches", *_checksums(dataset)]
     functions = [] if policy == _POLICY.OFF else _functions(dataset)
-    own = [f"AutoShardPolicy.{policy.name}", traits, functions, _orders(dataset), *content]
+    generated = inputs.generated_of(dataset)
+    own = [f"AutoShardPolicy.{policy.name}", traits, functions, [_orders(dataset), len(generated)], *content]
     found = _shared_calls.gather_and_compare(agreement, own, "comparing the data sets", is_apart)
     contents = {task: _Content(*others) for task, (_, _, _, _, *others) in found.items()}
     _check_same({task: [name] for task, (name, *_) in found.items()})
@@ -96,13 +103,15 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
     if policy == _POLICY.HINT and is_for_predict:
         raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.HINT")
     if policy != _POLICY.HINT:
-        if len({str(prints) for _, _, prints, *_ in found.values()}) > 1:
-            warnings.warn(_OTHER_FUNCTIONS, RuntimeWarning, stacklevel=2)
-        _compare_generated(dataset, agreement)
+        _check_functions({task: prints for task, (_, _, prints, *_) in found.items()}, is_for_predict)
+        if not is_for_predict:
+            _say_generated_differ(generated, agreement)
+        elif any(count for _, _, _, (_, count), *_ in found.values()):
+            _compare_generated_after(generated, agreement)
     # Files have no order, so predictions need all of them on each worker.
     if policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict):
         return Division.TENSORFLOW
-    orders = {task: orders for task, (_, _, _, orders, *_) in found.items()}
+    orders = {task: orders for task, (_, _, _, (orders, _), *_) in found.items()}
     if len(set(map(tuple, orders.values()))) > 1:
         shown = ", ".join(f"seeds {' and '.join(each) or 'of no shuffle'} on {task}" for task, each in orders.items())
         raise ValueError(f"dataset: {_OTHER_ORDERS}. Received: {shown}")
@@ -245,10 +254,26 @@ def check_shared(dataset: Any, options: Any) -> None:
     )
 
 
-def _functions(dataset: tf.data.Dataset) -> list[str]:
-    """Returns fingerprints of the functions of a data set and of its sources."""
-    own = [fingerprint_of(function) for function in inputs.functions_of_dataset(dataset)]
-    return [*own, *(text for source in inputs.inputs_of(dataset) for text in _functions(source))]
+def _functions(dataset: tf.data.Dataset) -> list[list[Any]]:
+    """Returns, of a data set and its sources, fingerprints of the functions and whether these filter."""
+    filters = inputs.is_filter(dataset)
+    own = [[filters, fingerprint_of(function)] for function in inputs.functions_of_dataset(dataset)]
+    return [*own, *(each for source in inputs.inputs_of(dataset) for each in _functions(source))]
+
+
+def _check_functions(functions: Mapping[Any, Sequence[Any]], is_for_predict: bool) -> None:
+    """Raises ValueError if functions choose other examples on some workers; warns if they may change examples."""
+
+    def differing(of: Callable[[Any], Any]) -> str:
+        (first, *_), texts = functions, {task: str(of(each)) for task, each in functions.items()}
+        return ", ".join(str(task) for task, text in texts.items() if text != texts[first])
+
+    if others := differing(lambda each: [text for filters, text in each if filters]):
+        raise ValueError(f"{_OTHER_FUNCTIONS.format(names='filter')}. Received: other functions on {others}")
+    if others := differing(lambda each: each):
+        if is_for_predict:
+            raise ValueError(f"predict: {_UNORDERED}. Received: other functions of map on {others}")
+        warnings.warn(f"{_OTHER_FUNCTIONS.format(names='map')}. {_MAY_DIFFER}", RuntimeWarning, stacklevel=3)
 
 
 def _checksums(dataset: tf.data.Dataset) -> list[str]:
@@ -264,7 +289,22 @@ def _orders(dataset: tf.data.Dataset) -> list[str]:
     return [*own, *(text for source in inputs.inputs_of(dataset) for text in _orders(source))]
 
 
-def _compare_generated(dataset: tf.data.Dataset, agreement: Agreement) -> None:
+def _compare_generated_after(generated: Sequence[inputs.FirstElements], agreement: Agreement) -> None:
+    """Lets the open `predict` raise ValueError if the workers' generators have returned different elements."""
+
+    def compare(predictions: Any) -> Any:
+        found = agreement.gather([each.digest for each in generated], "comparing the data sets")
+        for digests in itertools.zip_longest(*found.values()):
+            if len({digest for digest in digests if digest is not None}) > 1:
+                raise ValueError(f"{_OTHER_PREDICTIONS}. Received: different first examples")
+        return predictions
+
+    call = calls.current()
+    if call is not None and call.change is None:
+        call.change = compare
+
+
+def _say_generated_differ(generated: Sequence[inputs.FirstElements], agreement: Agreement) -> None:
     """Says so in a line once the workers' generators have returned different elements; without a wait.
 
     It is no error: elements may be drawn at random. Whichever worker reads last sees what the others have read.
@@ -283,7 +323,7 @@ def _compare_generated(dataset: tf.data.Dataset, agreement: Agreement) -> None:
 
         return told
 
-    for index, first in enumerate(inputs.generated_of(dataset)):
+    for index, first in enumerate(generated):
         first.listen(compared_at(f"{place}/{index}"))
 
 

@@ -298,6 +298,11 @@ def functions_of_dataset(dataset: tf.data.Dataset) -> list[Any]:
     return [wrapper.function for wrapper in dataset._functions()]
 
 
+def is_filter(dataset: tf.data.Dataset) -> bool:
+    """Returns True if the functions of a data set itself choose elements."""
+    return "Filter" in type(dataset).__name__
+
+
 def values_of_dataset(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     """Returns the arrays, names of files and numbers that a data set itself was made with, as far as they are known."""
     given: list[Any] = [value for name in _VALUES for value in tf.nest.flatten(vars(dataset).get(name))]
@@ -331,13 +336,14 @@ class FirstElements:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._digest: str | None = None
+        # None until they are read.
+        self.digest: str | None = None
         self._listener: Callable[[str], None] | None = None
 
     def listen(self, listener: Callable[[str], None]) -> None:
         """Calls `listener` once with the checksum; in the thread that reads, unless it is known already."""
         with self._lock:
-            self._listener, digest = listener, self._digest
+            self._listener, digest = listener, self.digest
         if digest is not None:
             self._tell(digest)
 
@@ -345,7 +351,7 @@ class FirstElements:
         """Returns the elements, of which it notes the first ones of the first iterator."""
         digest, count = hashlib.blake2b(digest_size=8), 0
         for element in elements:
-            if self._digest is None:
+            if self.digest is None:
                 for leaf in tf.nest.flatten(element):
                     numbers = np.ravel(np.asarray(leaf))[:_DIGESTED_NUMBERS]
                     digest.update(repr(numbers.tolist()).encode() if numbers.dtype == object else numbers.tobytes())
@@ -353,12 +359,12 @@ class FirstElements:
                 if count == _DIGESTED_ELEMENTS:
                     self._tell(digest.hexdigest())
             yield element
-        if self._digest is None:
+        if self.digest is None:
             self._tell(digest.hexdigest())
 
     def _tell(self, digest: str) -> None:
         with self._lock:
-            self._digest, (listener, self._listener) = digest, (self._listener, None)
+            self.digest, (listener, self._listener) = digest, (self._listener, None)
         if listener is not None:
             listener(digest)
 
