@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import OPTIMIZERS, X, Y, dense_model, two_ends
+from training import OPTIMIZERS, X, Y, dense_model, two_ends, weighed_within_parts
 
 import tfdist
 from tfdist.step import replicas
@@ -46,6 +46,12 @@ def test_the_unannounced_end_of_the_data_is_no_step(strategy, optimizer):
     unknown = trained(x=tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: True).batch(8))
     for one, other in zip(known, unknown, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_loss_divided_by_weights_is_divided_within_replicas(strategy):
+    found, expected = weighed_within_parts(strategy, strategy.num_replicas_in_sync)
+    assert found == pytest.approx(expected)
+    assert found != pytest.approx(weighed_within_parts(tf.distribute.get_strategy(), 1)[0])
 
 
 def test_an_epoch_after_one_that_is_left_at_its_last_batch_has_all_data(strategy):

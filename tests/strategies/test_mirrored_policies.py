@@ -12,7 +12,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import OPTIMIZERS, Logs, X, Y, assert_close, assert_like_one_device, dense_model, trained
+from training import (
+    OPTIMIZERS,
+    Logs,
+    X,
+    Y,
+    assert_close,
+    assert_like_one_device,
+    dense_model,
+    trained,
+    weighed_within_parts,
+)
 
 import tfdist
 from tfdist.coordination import delay_hook
@@ -37,6 +47,11 @@ def strategy(cpus: list[str]) -> tfdist.MirroredStrategy:
 def spared(cpus: list[str]) -> tfdist.MirroredStrategy:
     """Three devices, one of which is not waited for."""
     return tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares=1)])
+
+
+def test_loss_divided_by_weights_is_divided_within_replicas(strategy: tfdist.MirroredStrategy) -> None:
+    found, expected = weighed_within_parts(strategy, strategy.num_replicas_in_sync)
+    assert found == pytest.approx(expected)
 
 
 class Gate:

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.passes import splitting
+
 # 45 examples in batches of 8: the last batch has 5, which two replicas can't share evenly.
 RANDOM = np.random.default_rng(0)
 X = RANDOM.random((45, 3), np.float32)
@@ -115,3 +117,19 @@ def assert_like_one_device(strategy: Any, optimizer: Callable[[], Any], **option
     one, many = (trained(s, optimizer, **dict(options)) for s in (tf.distribute.get_strategy(), strategy))
     for alone, together in zip(one, many, strict=True):
         assert_close(alone, together)
+
+
+def weighed_within_parts(strategy: Any, num_parts: int) -> tuple[float, float]:
+    """Returns a kernel after a step of a loss that each replica divides by its own weights, and the same worked out."""
+    x, y, weights, rate = X[:7, :1], Y[:7], np.linspace(0.1, 2, 7, dtype=np.float32), 0.1
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(OPTIMIZERS.SGD(rate), keras.losses.MeanSquaredError("mean_with_sample_weight"))
+    model.fit(x, y, sample_weight=weights, batch_size=7, shuffle=False, verbose=0)
+    gradients = np.ravel(2 * (x - y) * x)
+    expected = 1.0
+    for part in range(num_parts):
+        rows = splitting.cut(tf.range(7), part, num_parts).numpy()
+        expected -= rate * len(rows) / 7 * np.average(gradients[rows], weights=weights[rows])
+    return float(layer.kernel.numpy()[0, 0]), expected
