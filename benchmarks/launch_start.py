@@ -29,7 +29,7 @@ with strategy.scope():
 model.fit(np.zeros([64, 32]), np.zeros([64]), batch_size=32, steps_per_epoch=1, verbose=0)
 print({_LINE!r}, flush=True)
 """
-_LAUNCH = [sys.executable, "-m", "tfdist.cli", "launch", "local", f"--num_workers={_NUM_WORKERS}"]
+_LAUNCH = [sys.executable, "-m", "tfdist", "launch", "local", f"--num_workers={_NUM_WORKERS}"]
 # The command of each contender before the script, and how many lines it prints.
 _CONTENDERS = {
     "alone": ([sys.executable], 1),

@@ -47,7 +47,7 @@ def _logs(logdir: pathlib.Path) -> None:
             subprocess.run([sys.executable, str(program), f"--policy={name}", f"--logdir={logdir / name}"], check=True)
     if not (logdir / "synchronous").exists():
         program = [str(ROOT / "benchmarks" / "recorded_training.py"), "--policy=synchronous", "--steps=450"]
-        launch = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2"]
+        launch = [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=2"]
         subprocess.run([*launch, *program, f"--logdir={logdir / 'synchronous'}"], check=True)
     if not (logdir / "simulated_64_workers").exists():
         cluster_log.write(logdir / "simulated_64_workers" / "policy" / "updates", 64, 20_000, spares=4, job="simulated")

@@ -19,7 +19,7 @@ TARGETS: dict[str, float | None] = {
     # From its start to the first line of the last task, less what one interpreter takes to print that line.
     "launch": 1.0,
 }
-_TFDIST = [sys.executable, "-m", "tfdist.cli", "launch"]
+_TFDIST = [sys.executable, "-m", "tfdist", "launch"]
 _COMMANDS = {
     "python -c pass": [sys.executable, "-c", "pass"],
     "import tfdist.cluster": [sys.executable, "-c", "import tfdist.cluster"],

@@ -291,7 +291,7 @@ def test_launch_line_of_the_readme_runs_the_quick_start(quick_start: str, tmp_pa
     (tmp_path / "train.py").write_text(quick_start)
     lines = [line for block in _blocks(ROOT / "README.md", "") for line in block.splitlines()]
     (line,) = [line.partition("#")[0] for line in lines if line.startswith("tfdist launch local")]
-    done = _run(["-m", "tfdist.cli", *line.split()[1:]], tmp_path)
+    done = _run(["-m", "tfdist", *line.split()[1:]], tmp_path)
     _assert_trained(done)
     # Of two workers, one shows its progress.
     assert done.stdout.count("[worker:0] Epoch 5/5") == 1
@@ -312,7 +312,7 @@ def test_tutorial_runs_block_by_block(page: pathlib.Path, tmp_path: pathlib.Path
         elif language == "shell":
             for command in code.splitlines():
                 words = command.split()
-                head = words[1:] if words[0] == "python" else ["-m", "tfdist.cli", *words[1:]]
+                head = words[1:] if words[0] == "python" else ["-m", "tfdist", *words[1:]]
                 done = _run(head, tmp_path)
                 assert done.returncode == 0, done.stdout + done.stderr
         else:

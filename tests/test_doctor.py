@@ -264,7 +264,7 @@ def test_an_answer_cannot_write_to_the_terminal():
 
 @pytest.mark.processes
 def test_as_all_tasks_of_a_launch():
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "-m", "tfdist.doctor", "--meet_secs=60"]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "-m", "tfdist.doctor", "--meet_secs=60"]
     env = {**os.environ, "KERAS_BACKEND": "tensorflow"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout

@@ -103,7 +103,7 @@ LAUNCHED = [
 @pytest.mark.parametrize(("path", "line"), LAUNCHED)
 def test_example_runs_by_its_launch_line(path: pathlib.Path, line: str, tmp_path: pathlib.Path) -> None:
     words = shlex.split(line)
-    head = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "tfdist.cli"]
+    head = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "tfdist"]
     command = [*head, *words[1:-1], str(path)]
     done = subprocess.run(command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=250)
     output = done.stdout + done.stderr

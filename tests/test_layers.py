@@ -131,6 +131,7 @@ ARROWS: dict[str, set[str]] = {
     "doctor.measure": {"_files", "_log", "_sockets", "cluster"},
     "doctor": {"__init__", "_log", "_sockets", "cluster", "doctor.measure", "launchers"},
     "cli": {"__init__", "_log", "launchers"},
+    "__main__": {"cli"},
     # Its names are resolved on first use, so importing it imports none of its parts.
     "__init__": {
         "_machine",
@@ -149,7 +150,18 @@ ARROWS: dict[str, set[str]] = {
         "update_log",
     },
 }
-LIGHT_FILES = ("__init__", "_checks", "_files", "_log", "_machine", "_sockets", "cli", "cluster", "simulation")
+LIGHT_FILES = (
+    "__init__",
+    "__main__",
+    "_checks",
+    "_files",
+    "_log",
+    "_machine",
+    "_sockets",
+    "cli",
+    "cluster",
+    "simulation",
+)
 WITHOUT_TENSORFLOW = (
     *LIGHT_FILES,
     "coordination",

@@ -133,7 +133,3 @@ def _call(module: str, arguments: list[str], command: str) -> int:
 def _print(text: str, asked: bool) -> int:
     (sys.stdout if asked else sys.stderr).write(text)
     return 0 if asked else _USAGE_ERROR
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -83,7 +83,7 @@ def command(strategy: str, setting: Mapping[str, Any], run_dir: pathlib.Path) ->
     flags = [f"--{name}={value}" for name, value in setting.items()]
     script = [str(HERE / "run.py"), f"--strategy={strategy}", f"--output_dir={run_dir}", *flags]
     if strategy == "multi_worker":
-        launch = ["-m", "tfdist.cli", "launch", "local", f"--num_workers={setting['num_workers']}"]
+        launch = ["-m", "tfdist", "launch", "local", f"--num_workers={setting['num_workers']}"]
         return [sys.executable, *launch, *script]
     return [sys.executable, *script]
 

@@ -73,7 +73,7 @@ def compare(output_dir: pathlib.Path, strategies: Sequence[str], setting: Mappin
 
 def command(strategy: str, kind: str, setting: Mapping[str, Any], run_dir: pathlib.Path) -> list[str]:
     """Returns the command that starts a run, with all its tasks."""
-    launch = ["-m", "tfdist.cli", "launch", "local", *SHAPES[strategy], *(_RESTARTS if kind == "chaos" else ())]
+    launch = ["-m", "tfdist", "launch", "local", *SHAPES[strategy], *(_RESTARTS if kind == "chaos" else ())]
     logs = [f"--task_logs={run_dir}", "--run=tasks", "--notee"]
     script = [str(HERE / "enduring.py"), f"--run_dir={run_dir}", *(f"--{name}={setting[name]}" for name in TRAINING)]
     return [sys.executable, *launch, *logs, *script]

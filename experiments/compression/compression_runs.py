@@ -159,7 +159,7 @@ def is_complete(run: Run, setting: Mapping[str, Any], run_dir: pathlib.Path) -> 
 
 def command(run: Run, setting: Mapping[str, Any], run_dir: pathlib.Path) -> list[str]:
     """Returns the command that starts both workers. MPI sends each message at its own length."""
-    launch = ["-m", "tfdist.cli", "launch", "local", f"--num_workers={NUM_WORKERS}", "--communication=mpi"]
+    launch = ["-m", "tfdist", "launch", "local", f"--num_workers={NUM_WORKERS}", "--communication=mpi"]
     flags = [f"--{run.net}_epochs={setting['epochs']}", *(f"--{name}={setting[name]}" for name in SETTING)]
     return [sys.executable, *launch, str(HERE / "run.py"), f"--run={run.name}", f"--output_dir={run_dir}", *flags]
 

@@ -85,7 +85,7 @@ def _run(strategy: str, run_dir: pathlib.Path, epochs: int, arguments: list[str]
 def _command(strategy: str, arguments: list[str]) -> list[str]:
     script = [str(HERE / "run.py"), f"--strategy={strategy}", *arguments]
     if strategy == "multi_worker":
-        return [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", *script]
+        return [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=2", *script]
     return [sys.executable, *script]
 
 

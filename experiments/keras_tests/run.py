@@ -186,7 +186,7 @@ def _session(
     command = ["pytest", *options, *map(str, files)]
     launch = [sys.executable, "-m"]
     if kind in _WORKERS:
-        launch += ["tfdist.cli", "launch", "local", f"--num_workers={_WORKERS[kind]}", "-m"]
+        launch += ["tfdist", "launch", "local", f"--num_workers={_WORKERS[kind]}", "-m"]
     settings = {"kind": kind, "results": str(results), "done": done, "xla": not flags.without_xla}
     environment = {"TFDIST_KERAS_TESTS": json.dumps(settings)}
     log = results / f"log.{number}"

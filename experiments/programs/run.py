@@ -90,7 +90,7 @@ def _run(
 def _command(kind: str, path: pathlib.Path, result: pathlib.Path) -> list[str]:
     child = [str(HERE / "child.py"), kind, str(path), str(result)]
     if kind == "multi":
-        return [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", *child]
+        return [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=2", *child]
     return [sys.executable, *child]
 
 

@@ -144,7 +144,7 @@ def _machines(name: str, count: int) -> Iterator[Sequence[Machine]]:
 
 def _profile(folder: pathlib.Path, size: str) -> profile.Profile:
     path = folder / "profile.json"
-    command = [sys.executable, "-m", "tfdist.cli", "profile", f"--secs={FLAGS.profile_secs}", f"--output={path}"]
+    command = [sys.executable, "-m", "tfdist", "profile", f"--secs={FLAGS.profile_secs}", f"--output={path}"]
     done = subprocess.run(
         [*command, str(SCRIPT), f"--size={size}"],
         env=cluster_runs.environment(),

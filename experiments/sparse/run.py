@@ -95,7 +95,7 @@ def _run(model: str, entry: dict[str, Any], write: Any) -> None:
 
 def _profile(folder: pathlib.Path, model: str) -> profile.Profile:
     path = folder / "profile.json"
-    command = [sys.executable, "-m", "tfdist.cli", "profile", f"--secs={FLAGS.profile_secs}", f"--output={path}"]
+    command = [sys.executable, "-m", "tfdist", "profile", f"--secs={FLAGS.profile_secs}", f"--output={path}"]
     command += [str(SCRIPT), f"--model={model}", f"--sleep={FLAGS.sleep}", f"--batch={BATCH}"]
     done = subprocess.run(command, env=cluster_runs.environment(), capture_output=True, text=True, timeout=_LIMIT_SECS)
     if done.returncode:

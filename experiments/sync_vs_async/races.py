@@ -112,7 +112,7 @@ def command(race: Race, method: str, setting: Mapping[str, Any], run_dir: pathli
     flags += [f"--num_workers={race.num_workers}", f"--speeds={race.speeds}"]
     script = [str(HERE / "run.py"), f"--run={method}", f"--output_dir={run_dir}", *flags]
     if method == "averaged":
-        launch = ["-m", "tfdist.cli", "launch", "local", f"--num_workers={race.num_workers}"]
+        launch = ["-m", "tfdist", "launch", "local", f"--num_workers={race.num_workers}"]
         return [sys.executable, *launch, *script]
     return [sys.executable, *script]
 

@@ -187,7 +187,7 @@ def test_tasks_are_found_by_their_environment_without_their_guards(trials: Modul
         (tmp_path / str(pid) / "environ").write_bytes(f"TFDIST_CHAOS_RUN={run}\0{config}\0".encode())
         (tmp_path / str(pid) / "cmdline").write_bytes(command)
 
-    process(10, "mine", b"python\0-m\0tfdist.cli")
+    process(10, "mine", b"python\0-m\0tfdist")
     process(11, "mine", b"python\0/x/supervise/guard.py\0python", "ps:0")
     process(12, "mine", b"python\0enduring.py", "ps:0")
     process(13, "mine", b"python\0enduring.py", "worker:1")

@@ -25,6 +25,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"tfdist {tfdist.__version__}\n"
 
 
+def test_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "tfdist", "launch", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: tfdist launch PLATFORM")
+
+
 def test_launch_help_lists_the_platforms(capsys):
     assert cli.main(["launch", "--help"]) == 0
     assert "\n  local " in capsys.readouterr().out

@@ -30,7 +30,7 @@ def test_the_secret_of_a_job_is_shown_nowhere(tmp_path: pathlib.Path):
     found, logs = tmp_path / "found", tmp_path / "logs"
     found.mkdir()
     flags = [f"--task_logs={logs}", "--run=run", "--max_restarts=1", "--restart_backoff_secs=0"]
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, str(tmp_path / "script.py"), str(found)]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", *flags, str(tmp_path / "script.py"), str(found)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 3
     (secret,) = {each.read_text() for each in found.iterdir()}

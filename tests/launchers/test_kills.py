@@ -45,7 +45,7 @@ def test_nobody_is_left_behind(kills, tmp_path):
     """A worker that is killed is started again, and the next kill may come before, meanwhile or after."""
     (tmp_path / "train.py").write_text(SCRIPT)
     flags = ("--num_ps=1", "--grace_period_secs=0.2", "--restart_backoff_secs=0", "--max_worker_restarts=1")
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, "train.py"]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", *flags, "train.py"]
     order, done = random.Random(0), []
     while len(done) < kills:
         mark = uuid.uuid4().hex
@@ -73,7 +73,7 @@ def test_nobody_is_left_behind(kills, tmp_path):
 
 def test_notices_are_removed_with_a_killed_launcher(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_ps=1", "train.py"]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "--num_ps=1", "train.py"]
     env = {**os.environ, _MARK: (mark := uuid.uuid4().hex), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -39,7 +39,7 @@ def script(tmp_path):
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "tfdist.cli", "launch", "local", *arguments]
+    return [sys.executable, "-m", "tfdist", "launch", "local", *arguments]
 
 
 def launch(*arguments, **options):

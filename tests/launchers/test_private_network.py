@@ -48,7 +48,7 @@ def may_enter() -> None:
 @pytest.mark.parametrize("flags", [(), ("--private_network",)], ids=["shared", "private"])
 def test_a_stranger_reaches_only_a_job_without_private_network(flags: tuple[str, ...], tmp_path: pathlib.Path):
     (tmp_path / "serve.py").write_text(_SERVES)
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, str(tmp_path / "serve.py")]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", *flags, str(tmp_path / "serve.py")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         try:
             lines = _lines_until(launcher, "port", "reached")

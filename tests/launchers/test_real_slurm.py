@@ -86,7 +86,7 @@ def submit(cluster, tmp_path):
 
 
 def command(*flags, arguments=()):
-    return [sys.executable, "-m", "tfdist.cli", "launch", "slurm", *flags, "train.py", *arguments]
+    return [sys.executable, "-m", "tfdist", "launch", "slurm", *flags, "train.py", *arguments]
 
 
 # A preemption is one, whoever was ready for it.

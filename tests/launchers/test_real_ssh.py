@@ -106,7 +106,7 @@ def launch(network, tmp_path):
         def start(script: str, *flags: str, hosts: str = "a,b") -> Launch:
             (tmp_path / "train.py").write_text(PREAMBLE + script)
             places = ",".join(network.address(host[0]) + host[1:] for host in hosts.split(","))
-            command = [sys.executable, "-m", "tfdist.cli", "launch", "ssh", *network.flags, f"--hosts={places}"]
+            command = [sys.executable, "-m", "tfdist", "launch", "ssh", *network.flags, f"--hosts={places}"]
             process = network.popen(
                 [*command, f"--directory={tmp_path}", "--restart_backoff_secs=0", *flags, "train.py"],
                 stdout=subprocess.PIPE,
@@ -190,7 +190,7 @@ def test_a_privileged_port_is_named_as_such(network, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-net_bind_service {sys.executable} "$@"\n')
     python.chmod(0o755)
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "ssh", *network.flags, "--num_workers=1", "--port=80"]
+    command = [sys.executable, "-m", "tfdist", "launch", "ssh", *network.flags, "--num_workers=1", "--port=80"]
     done = network.run(
         [*command, f"--hosts={network.address('a')}", f"--directory={tmp_path}", f"--python={python}", "train.py"],
         cwd=tmp_path,

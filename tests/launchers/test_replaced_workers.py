@@ -34,7 +34,7 @@ def launch(tmp_path):
     os.mkfifo(tmp_path / "pipe")
 
     def command(*flags):
-        return [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, "train.py"]
+        return [sys.executable, "-m", "tfdist", "launch", "local", *flags, "train.py"]
 
     def run(text, *flags):
         (tmp_path / "train.py").write_text(PREAMBLE + text)

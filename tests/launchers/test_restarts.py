@@ -28,7 +28,7 @@ def launch(tmp_path):
         command = [
             sys.executable,
             "-m",
-            "tfdist.cli",
+            "tfdist",
             "launch",
             "local",
             "--restart_backoff_secs=0",
@@ -152,7 +152,7 @@ def test_each_attempt_of_each_task_has_its_files(launch, tmp_path):
 @pytest.mark.processes
 def test_a_signal_ends_the_wait_for_a_restart(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit(1)")
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--max_restarts=1", "--restart_backoff_secs=1000"]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "--max_restarts=1", "--restart_backoff_secs=1000"]
     with subprocess.Popen([*command, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
         while "again in 1000 s" not in launcher.stderr.readline():
             pass

@@ -88,7 +88,7 @@ def launch(tmp_path):
         command = [
             sys.executable,
             "-m",
-            "tfdist.cli",
+            "tfdist",
             "launch",
             "slurm",
             "--grace_period_secs=20",

@@ -95,7 +95,7 @@ def launch(tmp_path, port):
     env = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
 
     def command(*arguments):
-        return [sys.executable, "-m", "tfdist.cli", "launch", "ssh", f"--port={port}", *arguments]
+        return [sys.executable, "-m", "tfdist", "launch", "ssh", f"--port={port}", *arguments]
 
     def run(text, *flags, arguments=(), more=None):
         (tmp_path / "train it.py").write_text(PREAMBLE + text)
@@ -380,7 +380,7 @@ def test_a_real_server_runs_tasks_and_ends_them(tmp_path, port):
         + "print(json.dumps(sys.argv[1:]), os.getpid(), flush=True)\nif os.environ['END'] == 'no': signal.pause()\n"
     )
     with ssh_server(tmp_path) as options:
-        command = [sys.executable, "-m", "tfdist.cli", "launch", "ssh", "--hosts=localhost:2", f"--port={port}"]
+        command = [sys.executable, "-m", "tfdist", "launch", "ssh", "--hosts=localhost:2", f"--port={port}"]
         command += [f"--ssh={option}" for option in options]
         done = subprocess.run(
             [*command, "--env=END=yes", "train it.py", *odd], cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -55,7 +55,7 @@ print("iterations", int(model.optimizer.iterations), told.steps, flush=True)
 def test_a_killed_worker_of_a_launched_job_joins_the_same_fit(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "train.py").write_text(TRAINING)
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", "--num_ps=1", "train.py"]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=2", "--num_ps=1", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, env=ENV, stdout=-1, stderr=-1, text=True) as launcher:
         lines = read_until(launcher.stdout, "[chief:0] training")
         (pid,) = (int(line.split()[2]) for line in lines if line.startswith("[worker:1] pid"))

@@ -23,7 +23,7 @@ def in_own_network(shell):
 
 
 def launch(*flags):
-    return " ".join([sys.executable, "-m", "tfdist.cli launch ssh --num_workers=1", *flags, "setup.py"])
+    return " ".join([sys.executable, "-m", "tfdist launch ssh --num_workers=1", *flags, "setup.py"])
 
 
 @pytest.mark.processes
@@ -39,7 +39,7 @@ def test_a_host_without_a_route():
 @pytest.mark.processes
 def test_the_doctor_names_the_task():
     config = '{"cluster": {"worker": ["127.0.0.1:9001", "10.1.2.3:9001"]}, "task": {"type": "worker", "index": 0}}'
-    done = in_own_network(f"ip link set lo up && TF_CONFIG='{config}' {sys.executable} -m tfdist.cli doctor")
+    done = in_own_network(f"ip link set lo up && TF_CONFIG='{config}' {sys.executable} -m tfdist doctor")
     assert done.returncode == 1
     assert "wrong   worker:1 at 10.1.2.3:9001: [Errno 101] Network is unreachable; check that" in done.stdout
 

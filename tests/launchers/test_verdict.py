@@ -111,7 +111,7 @@ raise RuntimeError("worker:0 is gone")
 @pytest.mark.processes
 def test_a_task_that_raised_first_and_ends_last_failed_first(tmp_path):
     (tmp_path / "train.py").write_text(_SLOW_TO_EXIT)
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", "train.py"]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=2", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "tfdist: worker:0 failed first (exit code 1); all tasks have ended"

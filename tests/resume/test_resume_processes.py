@@ -76,7 +76,7 @@ def _launch(folder: pathlib.Path, flags: list[str], arguments: list[str], misfor
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
     env = {**os.environ, "MISFORTUNES": json.dumps(misfortunes), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--restart_backoff_secs=0.1", *flags]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "--restart_backoff_secs=0.1", *flags]
     command += [str(folder / "train.py"), str(folder), *arguments]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 

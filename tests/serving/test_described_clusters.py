@@ -42,7 +42,7 @@ def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.P
     path = tmp_path / "train.py"
     path.write_text(programs._HEADER + SCRIPT.replace("dynamic", sharding) + CLOSED)
     flags = ["--num_workers=1", "--num_ps=1", "--grace_period_secs=100000"]
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", *flags, str(path)]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", *flags, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=programs.ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("iterations 8") == 1

@@ -50,7 +50,7 @@ print("as one device", flush=True)
 def test_tasks_have_the_logical_cpus_of_their_script(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(_SCRIPT)
-    command = [sys.executable, "-m", "tfdist.cli", "launch", "local", "--num_workers=2", "--num_ps=1", str(path)]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=2", "--num_ps=1", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=programs.ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as one device" in done.stdout

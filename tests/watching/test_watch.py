@@ -81,7 +81,7 @@ class Terminal:
         own = (
             "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
         )
-        command = [sys.executable, "-c", own, sys.executable, "-m", "tfdist.cli", "watch", *arguments]
+        command = [sys.executable, "-c", own, sys.executable, "-m", "tfdist", "watch", *arguments]
         env = {**os.environ, "TERM": "xterm-256color"}
         env.pop("NO_COLOR", None)
         self.process = subprocess.Popen(
