@@ -470,7 +470,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
 
 class _PartsInFit(handles.DistributedDataset):
-    """This worker's parts of batches whose size every worker knows, for `fit`; all others read the stock data set.
+    """Parts of this worker of batches whose size every worker knows, for `fit`; all others read the stock data set.
 
     Args:
       begin_pass: called before each pass of `fit`.
