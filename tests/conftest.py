@@ -110,6 +110,27 @@ _NOT_OURS = {
 }
 
 
+class _SplitsCpu:
+    """Splits the CPU as soon as TensorFlow is imported: whatever imports it may start its runtime, too."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "tensorflow" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def split(module: types.ModuleType) -> None:
+            execute(module)
+            _split_cpu()
+
+        vars(spec.loader)["exec_module"] = split
+        return spec
+
+
+# Not in a hook: pytest imports the conftest.py of a folder that is an argument before it calls any.
+sys.meta_path.insert(0, _SplitsCpu())
+
+
 @pytest.fixture(scope="session")
 def cpus() -> list[str]:
     """Names of the logical CPU devices, `LOGICAL_CPUS` of them."""
@@ -121,7 +142,6 @@ def cpus() -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts what forks programs, once for all processes of a run."""
-    sys.meta_path.insert(0, _SplitsCpu())
     if prefork.VARIABLE not in os.environ:
         stack = contextlib.ExitStack()
         stack.enter_context(prefork.servers())
@@ -144,23 +164,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Splits the CPU before any test can start TensorFlow's runtime, which fixes the number of devices."""
     if "tensorflow" in sys.modules:
         _split_cpu()
-
-
-class _SplitsCpu:
-    """Does so for a test that is the first to import TensorFlow, and may start its runtime, too."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "tensorflow" else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def split(module: types.ModuleType) -> None:
-            execute(module)
-            _split_cpu()
-
-        vars(spec.loader)["exec_module"] = split
-        return spec
 
 
 def _split_cpu() -> None:

@@ -19,13 +19,13 @@ LEAKS = {
 }
 
 
-def _run(pytester: pytest.Pytester, body: str) -> pytest.RunResult:
+def _run(pytester: pytest.Pytester, body: str, *arguments: str) -> pytest.RunResult:
     source = pathlib.Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
     pytester.makeconftest(source.replace("_GRACE_SECS = 5.0", "_GRACE_SECS = 0.1"))
     # conftest.py imports it.
     pytester.path.joinpath("prefork.py").symlink_to(pathlib.Path(prefork.__file__))
     pytester.makepyfile(f"def test_it():\n    {body}")
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
 
 
 @pytest.mark.parametrize("leak", LEAKS)
@@ -38,3 +38,11 @@ def test_a_leak_fails_its_test(pytester: pytest.Pytester, monkeypatch: pytest.Mo
 
 def test_what_is_cleaned_up_passes(pytester: pytest.Pytester):
     _run(pytester, "import subprocess, sys; subprocess.run([sys.executable, '-c', ''])").assert_outcomes(passed=1)
+
+
+def test_cpu_is_split_before_a_conftest_starts_tensorflow(pytester: pytest.Pytester):
+    folder = pytester.mkdir("inner")
+    folder.joinpath("conftest.py").write_text("import tensorflow as tf\ntf.constant(0)")
+    check = "import tensorflow as tf\n\ndef test_devices():\n    assert len(tf.config.list_logical_devices('CPU')) == 4"
+    folder.joinpath("test_inner.py").write_text(check)
+    _run(pytester, "pass", "inner").assert_outcomes(passed=1)
