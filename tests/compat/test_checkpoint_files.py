@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import pathlib
 
 import pytest
@@ -44,16 +46,30 @@ def test_half_a_checkpoint_is_replaced(tmp_path: pathlib.Path, missing: str):
     assert value_of(tmp_path / "ckpt") == 1.0
 
 
-def test_a_lock_that_is_never_given_back_holds_nobody_for_ever(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def is_locked(folder: pathlib.Path) -> bool:
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(directory)
+    return False
+
+
+def test_lock_that_is_never_released_is_not_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(saving, "LOCK_SECS", 0.05)
-    with (
-        saving.locked(str(tmp_path / "ckpt"), saving.fcntl.LOCK_SH),
-        saving.locked(str(tmp_path / "ckpt"), saving.fcntl.LOCK_SH),
-        saving.locked(str(tmp_path / "ckpt"), saving.fcntl.LOCK_EX),
-    ):
-        pass
+    prefix = str(tmp_path / "ckpt")
+    with saving.locked(prefix, fcntl.LOCK_SH), saving.locked(prefix, fcntl.LOCK_SH):
+        with saving.locked(prefix, fcntl.LOCK_EX):
+            assert is_locked(tmp_path)
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
 
 
-def test_a_path_that_is_no_directory_of_this_machine_has_no_lock():
-    with saving.locked("gs://bucket/ckpt", saving.fcntl.LOCK_EX):
-        pass
+def test_path_outside_of_this_machine_is_not_locked(monkeypatch: pytest.MonkeyPatch):
+    taken: list[object] = []
+    monkeypatch.setattr(fcntl, "flock", lambda *given: taken.append(given))
+    with saving.locked("gs://bucket/ckpt", fcntl.LOCK_EX):
+        taken.append("inside")
+    assert taken == ["inside"]

@@ -11,6 +11,7 @@ import sys
 import threading
 
 import pytest
+from waiting import wait_until
 
 from tfdist.cluster import Cluster, Task
 from tfdist.coordination import keepalive
@@ -98,15 +99,17 @@ def test_a_stopped_peer_with_full_buffers_is_not_given_up(connect):
     with contextlib.suppress(BlockingIOError):
         while True:
             near.send(bytes(1 << 16))
-    watched.check()
-    while user_timeout_ms(near):  # The last acknowledgement may be on its way.
+
+    def limit_ms():
         watched.check()
+        return user_timeout_ms(near)
+
+    wait_until(lambda: not limit_ms())  # The last acknowledgement may be on its way.
     near.setblocking(True)
     reader = threading.Thread(target=lambda: _read_to_end(far))
     reader.start()
     near.sendall(b"x")
-    while not user_timeout_ms(near):
-        watched.check()
+    wait_until(limit_ms)
     near.close()
     reader.join()
 

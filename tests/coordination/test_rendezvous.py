@@ -51,7 +51,8 @@ def test_the_port_is_free_again_for_the_server():
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda index: rendezvous.meet(cluster(reserved.ports, index), 30), range(2)))
         for port in reserved.ports:
-            socket.create_server(("", port)).close()
+            with socket.create_server(("", port)) as server:
+                assert server.getsockname()[1] == port
 
 
 def test_the_missing_are_named_with_the_reason():
@@ -91,8 +92,10 @@ def test_a_server_of_another_kind_has_met_all_already():
 
         thread = threading.Thread(target=answer_as_tensorflow)
         thread.start()
-        rendezvous.meet(cluster([reserved.ports[0], server.getsockname()[1]], 0), 30)
+        lines: list[str] = []
+        rendezvous.meet(cluster([reserved.ports[0], server.getsockname()[1]], 0), 30, write=lines.append)
         thread.join()
+    assert lines == []
 
 
 @pytest.mark.parametrize(

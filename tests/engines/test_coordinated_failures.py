@@ -243,6 +243,7 @@ def test_what_a_lost_worker_had_fetched_of_batches_that_are_dealt_out_is_said_to
         with pytest.warns(RuntimeWarning, match=r"3 of its 7 batches. worker:0 was lost; it had fetched"):
             passed.run()
             engine.barrier(writes=False)
+        assert sorted(passed.batches) == all_of([0, 4])
         cluster.bring_back(0)
 
 

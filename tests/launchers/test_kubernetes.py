@@ -76,8 +76,11 @@ def test_jobs_that_make_no_sense(options, words):
     assert str(caught.value).startswith(words)
 
 
-def test_the_longest_name_that_fits():
-    kubernetes.plan(pods(name="a" * 49))
+def test_longest_name_of_a_job_is_the_name_of_its_objects():
+    name = "a" * (63 - len("-evaluator-0-0"))
+    assert kubernetes.plan(pods(name=name)).objects[0]["metadata"]["name"] == name
+    with pytest.raises(requests.LaunchError, match="hosts with names of 64 characters"):
+        kubernetes.plan(pods(name=f"{name}a"))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -69,14 +69,16 @@ def trained(api, tmp_path):
         script.write_text(SCRIPT)
         with contextlib.closing(control_plane.Kubelet(api, namespace)) as kubelet:
             assert launch(namespace, script, tmp_path, plan, options=options) == 0
-            deadline = time.monotonic() + SECS
-            while time.monotonic() < deadline:
+
+            def status():
                 (job,) = api.items(namespace, "jobs")
-                ended = [each for each in job["status"].get("conditions", []) if each["type"] in ("Complete", "Failed")]
-                if ended:
-                    return ended[0], job["status"], kubelet.codes
-                time.sleep(0.5)
-            raise AssertionError(job["status"])
+                return job["status"]
+
+            def ends():
+                return [end for end in status().get("conditions", []) if end["type"] in ("Complete", "Failed")]
+
+            wait_until(ends, SECS, lambda: str(status()))
+            return ends()[0], status(), kubelet.codes
 
     return run
 
@@ -105,8 +107,7 @@ def test_quota_is_one_line_and_an_exit_code(api, capsys):
     quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "2"}}}
     api.call("POST", f"/api/v1/namespaces/{namespace}/resourcequotas", quota)
     path = f"/api/v1/namespaces/{namespace}/resourcequotas/few"
-    while "hard" not in api.call("GET", path).get("status", {}):
-        time.sleep(0.1)
+    wait_until(lambda: "hard" in api.call("GET", path).get("status", {}))
     assert launch(namespace, "/app/train.py") == 1
     error = capsys.readouterr().err
     assert "tfdist: 2 of 4 pods are created, for the cluster refuses the others: " in error
@@ -141,8 +142,7 @@ def test_taken_name_leaves_nothing_behind(api, taken):
                 path = f"{group}/namespaces/{namespace}/{plural}/{each['metadata']['name']}"
                 api.call("DELETE", f"{path}?propagationPolicy=Background")
     api.call("DELETE", f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies/run1")
-    while any(api.items(namespace, plural) for plural in kinds if plural != taken):
-        time.sleep(0.1)
+    wait_until(lambda: not any(api.items(namespace, plural) for plural in kinds if plural != taken))
     name = api.items(namespace, taken)[0]["metadata"]["uid"]
     with pytest.raises(requests.LaunchError, match=r"--name=run1 is taken; .*; nothing was created$"):
         launch(namespace, "/app/train.py")

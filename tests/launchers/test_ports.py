@@ -50,6 +50,7 @@ def test_release_may_be_called_again():
     reservation.release()
     with socket.socket() as anybody:
         anybody.bind(("", reservation.ports[0]))
+        assert anybody.getsockname()[1] == reservation.ports[0]
 
 
 @pytest.mark.processes

@@ -6,11 +6,11 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 import real_slurm
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.slurm,
@@ -46,11 +46,12 @@ class Run:
 
     def await_files(self, pattern, count, timeout_secs=200):
         """Waits until the tasks have made so many files; returns their names."""
-        deadline = time.monotonic() + timeout_secs
-        while len(found := sorted(path.name for path in self.folder.glob(pattern))) < count:
-            assert time.monotonic() < deadline, (pattern, found, self.lines[-30:])
-            time.sleep(0.1)
-        return found
+
+        def found():
+            return sorted(path.name for path in self.folder.glob(pattern))
+
+        wait_until(lambda: len(found()) >= count, timeout_secs, lambda: f"{pattern} {found()} {self.lines[-30:]}")
+        return found()
 
     def preempt(self):
         """Submits a job of higher priority for all nodes, and waits until it has had them."""
@@ -65,9 +66,7 @@ class Run:
 
     def left(self):
         """Returns the files that the launcher has left beside the script once no node runs the job any more."""
-        deadline = time.monotonic() + 60
-        while self.cluster.run(["squeue", "--noheader"]).stdout.strip() and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_until(lambda: not self.cluster.run(["squeue", "--noheader"]).stdout.strip())
         return [path.name for path in self.folder.glob(".tfdist*")]
 
 

@@ -146,6 +146,7 @@ def test_gradient_accumulation_is_not_refused_otherwise() -> None:
     for step in (accumulating.train_step, scaled.test_step):
         check_for_workers(Step(step), asynchronous=True)
     check_for_workers(Step(scaled.train_step), asynchronous=False)
+    assert accumulating.optimizer.built and scaled.optimizer.built
 
 
 def test_the_optimizer_makes_its_variables_before_a_step_is_traced() -> None:

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from aggregated_cluster import BATCH, COUNT, IDS, NUM_WORKERS, STEPS, X, Y, compiled, layers
+from aggregated_cluster import BATCH, COUNT, IDS, NUM_WORKERS, STALL_SECS, STEPS, X, Y, compiled, layers
+from waiting import wait_until
 
 import tfdist
 from tfdist import transforms
@@ -27,8 +28,7 @@ Policies = Callable[..., tfdist.ParameterServerStrategy]
 def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
     """In the place of the general check, which would take a worker that was started again for one left behind."""
     yield
-    while coordinator.lost_workers(cluster.distribution.coordinator):
-        time.sleep(0.1)
+    wait_until(lambda: not coordinator.lost_workers(cluster.distribution.coordinator), STALL_SECS)
 
 
 @pytest.fixture

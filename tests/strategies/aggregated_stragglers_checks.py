@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +11,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from aggregated_cluster import BATCH, NUM_WORKERS, Straggler, X, Y, compiled
+from aggregated_cluster import BATCH, NUM_WORKERS, STALL_SECS, Straggler, X, Y, compiled
 from training import Logs
+from waiting import wait_until
 
 import tfdist
 from tfdist.compat.tensorflow import coordinator
@@ -27,8 +27,7 @@ LAST = NUM_WORKERS - 1
 def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
     """In the place of the general check, which would take a worker that was started again for one left behind."""
     yield
-    while coordinator.lost_workers(cluster.distribution.coordinator):
-        time.sleep(0.1)
+    wait_until(lambda: not coordinator.lost_workers(cluster.distribution.coordinator), STALL_SECS)
 
 
 class Do(keras.callbacks.Callback):
@@ -56,6 +55,20 @@ class Examples(keras.metrics.Metric):
 
     def result(self) -> Any:
         return tf.convert_to_tensor(self.count)
+
+
+def at_next_push(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list[int]:
+    """Calls a function when the last worker next sends a gradient; returns a list that is empty from then on."""
+    push, waiting = rounds.RoundStep.push, [LAST]
+
+    def pushing(self: Any, *contribution: Any) -> Any:
+        if waiting and f"task:{LAST}/" in contribution[0].backing_device:
+            waiting.pop()
+            act()
+        return push(self, *contribution)
+
+    monkeypatch.setattr(rounds.RoundStep, "push", pushing)
+    return waiting
 
 
 def fit(model: Any, *callbacks: Any, epochs: int = 1) -> dict[str, list[float]]:
@@ -145,18 +158,10 @@ def test_a_worker_killed_while_it_pushes_is_not_counted(
 ) -> None:
     strategy = with_spares(1)
     model = compiled(strategy, metrics=None)
-    push, victims = rounds.RoundStep.push, [LAST]
-
-    def push_and_die(self: Any, *contribution: Any) -> Any:
-        if victims and f"task:{LAST}/" in contribution[0].backing_device:
-            victims.pop()
-            tfdist.testing.kill(strategy, f"worker:{LAST}")
-        return push(self, *contribution)
-
-    monkeypatch.setattr(rounds.RoundStep, "push", push_and_die)
+    waiting = at_next_push(monkeypatch, lambda: tfdist.testing.kill(strategy, f"worker:{LAST}"))
     before = strategy.report()
     losses = fit(model, epochs=5)["loss"]
-    assert not victims
+    assert not waiting
     assert int(model.optimizer.iterations.numpy()) == 60
     after = strategy.report()
     assert sum(after.accepted.values()) - sum(before.accepted.values()) == 3 * 60
@@ -175,20 +180,12 @@ def test_a_gradient_that_is_not_delivered_is_given_up(
     gc.collect()
     gc.disable()
     monkeypatch.setattr(round_runner, "_DELIVERY_SECS", 0.5)
-    push, victims = rounds.RoundStep.push, [LAST]
-
-    def push_and_stop(self: Any, *contribution: Any) -> Any:
-        if victims and f"task:{LAST}/" in contribution[0].backing_device:
-            victims.pop()
-            tfdist.testing.stop_task(strategy, f"worker:{LAST}")
-        return push(self, *contribution)
-
-    monkeypatch.setattr(rounds.RoundStep, "push", push_and_stop)
+    waiting = at_next_push(monkeypatch, lambda: tfdist.testing.stop_task(strategy, f"worker:{LAST}"))
     try:
         fit(model, epochs=4)
     finally:
         tfdist.testing.continue_task(strategy, f"worker:{LAST}")
         gc.enable()
-    assert not victims
+    assert not waiting
     assert int(model.optimizer.iterations.numpy()) == 12 + 48
     assert f"a gradient of worker:{LAST} was not delivered" in capfd.readouterr().err

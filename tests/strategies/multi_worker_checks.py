@@ -560,8 +560,10 @@ def test_gradients_that_are_the_same_on_all_workers_are_applied_once(strategy: A
 def test_a_worker_may_train_a_model_of_its_own(strategy: Any) -> None:
     del strategy
     alone = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-    step(alone, OPTIMIZERS.SGD(0.1))
-    tf.function(step)(alone, OPTIMIZERS.SGD(0.1))
+    for train in (step, tf.function(step)):
+        before = alone.get_weights()
+        train(alone, OPTIMIZERS.SGD(0.1))
+        assert not np.array_equal(before[0], alone.get_weights()[0])
 
 
 # Who is slow.
