@@ -40,7 +40,7 @@ class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
     ) -> None:
         super().__init__()
         is_schedule = isinstance(base_rate, keras.optimizers.schedules.LearningRateSchedule)
-        if not is_schedule and not (isinstance(base_rate, int | float) and 0 < base_rate < float("inf")):
+        if not is_schedule and not (_checks.is_number(base_rate) and base_rate > 0):
             raise ValueError(
                 "LinearScaling(base_rate=...): give a positive number or a keras.optimizers.schedules object. "
                 f"Received: base_rate={base_rate!r}"

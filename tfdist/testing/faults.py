@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 
+from tfdist import _checks
+
 # Process groups that were stopped and not continued yet.
 _stopped: set[int] = set()
 
@@ -114,7 +116,7 @@ def _check(entry: Any) -> None:
     problem = None
     if not isinstance(entry, tuple | list) or len(entry) != 3:
         problem = 'each entry is (step, action, task), such as (100, "kill", "worker:1")'
-    elif not isinstance(entry[0], int) or isinstance(entry[0], bool) or entry[0] < 0:
+    elif not _checks.is_count(entry[0], at_least=0):
         problem = "step must be an integer of at least 0"
     elif not isinstance(entry[1], str) or entry[1] not in _ACTIONS:
         problem = f"action must be one of {', '.join(map(repr, _ACTIONS))}"

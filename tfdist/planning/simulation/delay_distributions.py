@@ -164,7 +164,7 @@ def stalls(secs: float, every: int) -> DelayDistribution:
       every: 1 or more; with 3, attempts 2, 5, 8, ... take longer.
     """
     _check("stalls", {"secs": secs, "every": every}, secs=0, every=None)
-    if not isinstance(every, int):
+    if not _checks.is_int(every):
         raise ValueError(f"stalls(every=...) must be an integer. Received: every={every!r}")
     return DelayDistribution(
         "stalls",
