@@ -9,6 +9,7 @@ import keras
 import pytest
 
 import tfdist
+from tfdist.compat.tensorflow import replicas
 from tfdist.step import losses
 from tfdist.step.step import Step
 
@@ -40,7 +41,7 @@ def test_steps_that_two_threads_trace_do_not_change_each_other_s_flag():
         # Long enough for the thread to set the flag, if it may.
         thread.join(0.3)
         assert has_own_loss
-        assert strategy.counts_as_one_replica
+        assert replicas.facts_of(strategy).counts_as_one_replica
     is_left.set()
     thread.join(20)
-    assert not strategy.counts_as_one_replica
+    assert not replicas.facts_of(strategy).counts_as_one_replica

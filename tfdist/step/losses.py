@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from tfdist import _log
-from tfdist.compat import patching
 from tfdist.compat.keras import models
 from tfdist.compat.tensorflow import replicas
 from tfdist.passes import splitting
@@ -96,8 +95,6 @@ def _masks(operation: Any, sources: set[Any]) -> bool:
 # gradients are divided instead.
 
 
-# Attribute of strategies: True while `num_replicas_in_sync` is 1 on a replica.
-FLAG = "counts_as_one_replica"
 # One trace at a time sets it, whatever engine traces: two threads may fit two models.
 _TRACING = threading.RLock()
 _STEPS = ("train_step", "test_step")
@@ -133,12 +130,12 @@ def counted_as_one(strategy: Any, step: Step) -> Iterator[bool]:
       True if it has its own loss; then the gradients must be divided by the number of replicas.
     """
     with _TRACING:
-        before, applies = getattr(strategy, FLAG, False), has_own_loss(step)
-        patching.put(strategy, FLAG, applies)
+        facts, applies = replicas.facts_of(strategy), has_own_loss(step)
+        before, facts.counts_as_one_replica = facts.counts_as_one_replica, applies
         try:
             yield applies
         finally:
-            patching.put(strategy, FLAG, before)
+            facts.counts_as_one_replica = before
 
 
 @functools.cache

@@ -19,17 +19,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import patching
 from tfdist.compat.keras import models, scope
 from tfdist.compat.keras.optimizers import optimizers_of, parts_of, patched_attributes, undone_on_error
-from tfdist.compat.tensorflow import graphs
+from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.compat.tensorflow.variables import tf_variable
 from tfdist.step import one_replica
 from tfdist.step.step import Step
 
 # Each pass creates variables that the previous one could not reach, such as slots of newly created weights.
 _MAX_PASSES = 6
-_KEPT = "_tfdist_rehearsed"
 
 
 def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str) -> None:
@@ -118,9 +116,8 @@ def before(
 
 def _rehearsed(strategy: tf.distribute.Strategy, found: Sequence[Any]) -> set[Any]:
     """Returns the record of rehearsals with the first layer of `found`; another model may have the same classes."""
-    by_layer = patching.setdefault(strategy, _KEPT, weakref.WeakKeyDictionary)
     owner = next((each for each in found if isinstance(each, keras.Layer)), strategy)
-    return by_layer.setdefault(owner, set())
+    return replicas.facts_of(strategy).rehearsed.setdefault(owner, set())
 
 
 def rehearse(

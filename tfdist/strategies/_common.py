@@ -63,9 +63,6 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     # Text on how a model that was made outside of the scope would be trained; for the refusal.
     _trained_alone = ""
 
-    # Set by `step/losses` while it traces a step with a loss of its own.
-    counts_as_one_replica = False
-
     def build_model(self, model: keras.Model, data: Any, step: str) -> None:
         """Builds a model for a call of Keras that begins.
 
@@ -93,7 +90,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     @property
     def num_replicas_in_sync(self) -> int:
         """See the stock property. On a replica, in a Keras step that has a loss of its own: 1."""
-        if self.counts_as_one_replica:
+        if replicas.facts_of(self).counts_as_one_replica:
             context = tf.distribute.get_replica_context()
             # Outside of any scope there is a context too, of another strategy.
             if context is not None and context.strategy is self:

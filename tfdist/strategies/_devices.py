@@ -117,7 +117,7 @@ def span_workers(strategy: tf.distribute.Strategy, devices_per_replica: int, num
     specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices(kind)]
     tasks = [spec.task for spec in specs if spec.job == "worker"]
     _check_servers(devices_per_replica, kind, [tasks.count(worker) for worker in range(num_workers)])
-    replicas.span_devices(strategy, replicas.of_any_worker(kind, devices_per_replica))
+    replicas.facts_of(strategy).parts = replicas.of_any_worker(kind, devices_per_replica)
     placement.allow_placed_layers()
 
 
@@ -169,7 +169,7 @@ def span(strategy: tf.distribute.Strategy, groups: Sequence[Sequence[str]]) -> N
       groups: for each replica of this process, the full names of its devices.
     """
     parts = replicas.ReplicaDevices(tuple(tuple(group) for group in groups))
-    replicas.span_devices(strategy, parts)
+    replicas.facts_of(strategy).parts = parts
     placement.allow_placed_layers()
     collectives.use_parts(strategy, parts)
     placement.follow_devices(strategy, parts)

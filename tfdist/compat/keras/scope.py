@@ -158,9 +158,6 @@ def _line() -> str:
 # no public seam at the moment of building.
 
 
-_redirecting: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()
-
-
 def build_in_scope(
     strategy: tf.distribute.Strategy,
     redirect: Callable[[tf.distribute.Strategy], contextlib.AbstractContextManager],
@@ -171,20 +168,21 @@ def build_in_scope(
       strategy: the strategy.
       redirect: gives a context in which variables are made in the scope of the strategy that it is given.
     """
-    _redirecting[strategy] = redirect
+    replicas.facts_of(strategy).redirect = redirect
     layers.after_making(_remember_scope)
 
 
 def _remember_scope(layer: keras.Layer) -> None:
     strategy = tf.distribute.get_strategy()
-    if strategy in _redirecting:
+    if replicas.facts_of(strategy).redirect is not None:
         layers.around_build(layer, functools.partial(_around_building, weakref.ref(strategy)))
 
 
 def _around_building(made_in: weakref.ref[tf.distribute.Strategy]) -> contextlib.AbstractContextManager:
     strategy = made_in()
-    is_elsewhere = strategy is not None and tf.distribute.get_strategy() is not strategy
-    return _redirecting[strategy](strategy) if is_elsewhere else contextlib.nullcontext()
+    redirect = replicas.facts_of(strategy).redirect
+    is_elsewhere = redirect is not None and tf.distribute.get_strategy() is not strategy
+    return redirect(strategy) if is_elsewhere else contextlib.nullcontext()
 
 
 # Gives replicas the seed generator of the thread that runs them, for `keras.random` without a seed.
@@ -196,8 +194,6 @@ def _around_building(made_in: weakref.ref[tf.distribute.Strategy]) -> contextlib
 
 # The name under which Keras keeps it.
 _NAME = "global_seed_generator"
-# An attribute of a strategy: (a generator made outside of its scope, a copy of it in the scope).
-_COPY = "_tfdist_global_seeds"
 
 
 def is_global_seed_made() -> bool:
@@ -233,11 +229,12 @@ def _generator_of_strategy(strategy: Any, generator: Any) -> Any:
     state = variables.tf_variable(generator.state)
     if strategy.num_replicas_in_sync == 1 or variables.strategy_of(state) is strategy:
         return generator
-    original, copy = vars(strategy).get(_COPY, (None, None))
+    facts = replicas.facts_of(strategy)
+    original, copy = facts.global_seeds
     if original is not generator:
         with tf.init_scope(), strategy.scope():
             copy = keras.random.SeedGenerator(generator.get_config()["seed"])
-        vars(strategy)[_COPY] = generator, copy
+        facts.global_seeds = generator, copy
     return copy
 
 
@@ -248,13 +245,9 @@ def _generator_of_strategy(strategy: Any, generator: Any) -> Any:
 # and says nothing. In the scope each replica has a copy of its own. Keras has no hook where a generator is used.
 
 
-# An attribute of the strategies that ask for it.
-_MARK_OF_SEED = "_tfdist_adopts_seed_generators"
-
-
 def adopt_seed_generators(strategy: tf.distribute.Strategy) -> None:
     """Replaces the variables of seed generators that replicas draw from by variables of the strategy."""
-    vars(strategy)[_MARK_OF_SEED] = True
+    replicas.facts_of(strategy).adopts_seed_generators = True
     patching.once(keras.random.SeedGenerator, "next", _drawing)
 
 
@@ -262,7 +255,7 @@ def _drawing(original: Any) -> Any:
     def next(self: Any, ordered: bool = True) -> Any:  # noqa: A001, as Keras calls it
         context = tf.distribute.get_replica_context()
         strategy = None if context is None else context.strategy
-        if getattr(strategy, _MARK_OF_SEED, False):
+        if replicas.facts_of(strategy).adopts_seed_generators:
             move_variable(strategy, self.state)
         return original(self, ordered)
 
@@ -289,9 +282,6 @@ def _drawing(original: Any) -> Any:
 # workers, and are taken as they are.
 
 
-# An attribute of the strategies that ask for it.
-_MARK = "_tfdist_trains_in_plain_loops"
-_SUM = "_tfdist_sums_in_plain_loops"
 # An attribute of tensors that are the same on all workers.
 _COMMON = "_tfdist_is_common"
 # Operations whose results are so, whatever their inputs are; and those that a program may mix with them.
@@ -311,8 +301,8 @@ def allow_loops_without_run(
       strategy: the strategy.
       sum_over_workers: adds up tensors of all workers, each of which calls it; None if there are no others.
     """
-    vars(strategy)[_MARK] = True
-    vars(strategy)[_SUM] = sum_over_workers
+    facts = replicas.facts_of(strategy)
+    facts.trains_without_run, facts.sum_over_workers = True, sum_over_workers
     optimizers.allow_cross_replica_updates()
     base = next(each for each in keras.optimizers.Optimizer.__mro__ if "apply" in vars(each))
     for owner in (base, keras.optimizers.LossScaleOptimizer):
@@ -344,7 +334,7 @@ def take_over(strategy: Any, optimizer: Any) -> None:
 
 
 def _is_allowed(strategy: Any) -> bool:
-    return getattr(strategy, _MARK, False) is True
+    return replicas.facts_of(strategy).trains_without_run
 
 
 # optimizer.apply
@@ -426,7 +416,7 @@ def _same_on_all(optimizer: Any, strategy: Any, grads: list[Any]) -> list[Any]:
             f"Received: optimizer {optimizer.name!r}, {strategy.num_replicas_in_sync} replicas"
         )
     own = [index for index, grad in enumerate(grads) if not _is_common(grad)]
-    sum_over_workers = vars(strategy)[_SUM]
+    sum_over_workers = replicas.facts_of(strategy).sum_over_workers
     if not own or sum_over_workers is None or not replicas.has_other_workers(strategy):
         return grads
     # Rows that a worker's batch does not touch are zeros to the others.

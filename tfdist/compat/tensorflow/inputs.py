@@ -521,8 +521,6 @@ def _first_of(iterator: Any, explain: Explain) -> Callable[..., Any]:
 # different ones, which only its content shows.
 
 
-# Attribute of strategies of several workers: a variable that is True during a `train_on_batch` or `test_on_batch`.
-_IS_SINGLE = "_tfdist_is_single_batch"
 # The square of this bound, summed over 2**15 workers, is an int64.
 _CONTENT_BITS = 24
 
@@ -567,12 +565,15 @@ def _as_bytes(leaf: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.cast(leaf, tf.uint8) if leaf.dtype == tf.bool else leaf, tf.uint8)
 
 
-def _is_single(strategy: tf.distribute.Strategy) -> Any:
+def _is_single(strategy: tf.distribute.Strategy) -> tf.Variable:
     def make() -> tf.Variable:
         with tf.device("/device:CPU:0"):
             return tf.Variable(False, trainable=False)
 
-    return patching.setdefault(strategy, _IS_SINGLE, lambda: graphs.call_outside(make))
+    facts = replicas.facts_of(strategy)
+    if facts.is_single_batch is None:
+        facts.is_single_batch = graphs.call_outside(make)
+    return facts.is_single_batch
 
 
 @contextlib.contextmanager

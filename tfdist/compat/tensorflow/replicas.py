@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,40 @@ NEEDS = (
 
 # Of the stock class, whose subclasses may replace it.
 _count_of: Callable[[Any], int] = tf.distribute.Strategy.num_replicas_in_sync.fget  # pyright: ignore
+_FACTS = "_tfdist_facts"
+
+
+@dataclasses.dataclass
+class StrategyFacts:
+    """Facts about a strategy for rooms below `strategy.distribution`, which stock strategies don't have.
+
+    Attributes:
+      parts: the devices of its replicas; None where each replica has one device.
+      redirect: given the strategy, returns a context in which variables are made in its scope; None to leave it to
+        Keras where a layer makes its variables.
+      trains_without_run: True if a loop without `strategy.run` may train its models.
+      sum_over_workers: adds up tensors of all workers in such a loop; None if there are no others.
+      adopts_seed_generators: True if seed generators that its replicas draw from get variables in its scope.
+      global_seeds: Keras' global seed generator if it was made outside of the scope, and its copy in the scope.
+      counts_as_one_replica: True while a step with a loss of its own is traced: `num_replicas_in_sync` is 1 there.
+      is_single_batch: variable that is True during a `train_on_batch` or `test_on_batch`.
+      rehearsed: keys of the steps whose variables were created, by the step's first layer.
+    """
+
+    parts: ReplicaDevices | None = None
+    redirect: Callable[[Any], contextlib.AbstractContextManager] | None = None
+    trains_without_run: bool = False
+    sum_over_workers: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]] | None = None
+    adopts_seed_generators: bool = False
+    global_seeds: tuple[Any, Any] = (None, None)
+    counts_as_one_replica: bool = False
+    is_single_batch: tf.Variable | None = None
+    rehearsed: weakref.WeakKeyDictionary[Any, set[Any]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+
+
+def facts_of(strategy: Any) -> StrategyFacts:
+    """Returns the facts about a strategy, to be read or changed; those about None are the defaults."""
+    return StrategyFacts() if strategy is None else patching.setdefault(strategy, _FACTS, StrategyFacts)
 
 
 def current() -> int:
@@ -94,9 +129,6 @@ def is_updating() -> bool:
 #
 # A strategy computes on the first device of each replica, and knows no others. There is no public way to a device's
 # full name, by which a tensor of a graph says where it is.
-
-
-_ATTRIBUTE = "_tfdist_parts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,14 +216,9 @@ def grouped(devices: Sequence[str], devices_per_replica: int) -> tuple[tuple[str
     return tuple(tuple(devices[start : start + devices_per_replica]) for start in starts)
 
 
-def span_devices(strategy: tf.distribute.Strategy, parts: ReplicaDevices) -> None:
-    """Says that the replicas of a strategy span these devices."""
-    patching.put(strategy, _ATTRIBUTE, parts)
-
-
 def parts_of(strategy: Any) -> ReplicaDevices | None:
     """Returns the devices of a strategy's replicas; None where each has one device."""
-    return patching.of(strategy, _ATTRIBUTE)
+    return facts_of(strategy).parts
 
 
 def on_device(device: Any) -> contextlib.AbstractContextManager[Any]:
