@@ -17,5 +17,5 @@ def under(
     cluster.distribution.recorder = Recorder(cluster.distribution.recorder.names)
     composition.check_policies(policies, "ParameterServerStrategy")
     composed = composition.compose(policies, "ParameterServerStrategy", num_workers)
-    cluster._take(policies, composed, stall_timeout_secs=stall_secs)
+    cluster._follow_policies(policies, composed, "auto", stall_secs)
     return cluster

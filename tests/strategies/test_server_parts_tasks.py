@@ -85,7 +85,7 @@ def test_workers_without_the_devices_are_named(
 
 
 def test_compression_takes_one_device() -> None:
-    with pytest.raises(ValueError, match=r"devices_per_replica=2\): .*encodes the gradients of one device per worker"):
+    with pytest.raises(ValueError, match=r"devices_per_replica=2: .*encodes the gradients of one device per worker"):
         tfdist.ParameterServerStrategy(
             policies=[tfdist.Compression(tfdist.compression.Threshold())], devices_per_replica=2
         )

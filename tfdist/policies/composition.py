@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tfdist.policies.asynchronous import Asynchronous
@@ -52,6 +52,19 @@ _WITHOUT_TRANSFORMS = {
     ParameterAveraging: "its replicas send parameters, and no gradients; give the optimizer a clipnorm, or leave one "
     "away",
 }
+# Arguments of strategies that some policies exclude: the values concerned, the policies, and the reason.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], type[Policy], str]] = {
+    "devices_per_replica": (
+        lambda count: count > 1,
+        Compression,
+        "it encodes the gradients of one device per worker; leave it away, or use devices_per_replica=1",
+    ),
+    "data_sharding": (
+        lambda sharding: sharding == "dynamic",
+        Aggregation,
+        'all workers share each batch, and "dynamic" gives whole ones to whichever worker asks first; use "shard"',
+    ),
+}
 # The policy that "the first one" means in each reason.
 _FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
 
@@ -75,20 +88,23 @@ class Composition:
     is_lazy: bool = False
 
 
-def check_policies(policies: Iterable[Any] | None, strategy: str, transforms: Sequence[Any] = ()) -> tuple[Policy, ...]:
+def check_policies(
+    policies: Iterable[Any] | None, strategy: str, transforms: Sequence[Any] = (), **arguments: Any
+) -> tuple[Policy, ...]:
     """Checks a list of policies before any work starts.
 
     Args:
       policies: the user's argument; None for no policies.
       strategy: the strategy's name, such as "MirroredStrategy".
       transforms: the gradient transforms beside them.
+      **arguments: other arguments of the strategy, checked by themselves: `devices_per_replica`, `data_sharding`.
 
     Returns:
       The policies.
 
     Raises:
-      ValueError: an element is no policy, or is not compatible with the strategy, with another policy, or with gradient
-        transforms.
+      ValueError: an element is no policy, or is not compatible with the strategy, with another policy, with gradient
+        transforms, or with an argument.
     """
     given: tuple[Any, ...] = (policies,)
     is_list = policies is None or (isinstance(policies, Iterable) and not isinstance(policies, str))
@@ -126,6 +142,11 @@ def check_policies(policies: Iterable[Any] | None, strategy: str, transforms: Se
                 f"policies: {policy!r} and transforms don't go together under {strategy}: {reason}. "
                 f"Received: transforms={list(transforms)!r}"
             )
+    for name, value in arguments.items():
+        excludes, kind, reason = _ARGUMENTS[name]
+        for policy in policies if excludes(value) else ():
+            if isinstance(policy, kind):
+                raise ValueError(f"policies: {policy!r} does not go with {name}={value!r}: {reason}. {received}")
     is_averaged = any(isinstance(policy, ParameterAveraging) for policy in policies)
     for policy in policies:
         if is_averaged and isinstance(policy, Compression) and getattr(policy.codec, "momentum", 0):

@@ -12,26 +12,15 @@ import tensorflow as tf
 from tfdist import _checks
 from tfdist.compat.keras import placement
 from tfdist.compat.tensorflow import collectives, replicas
-from tfdist.policies.compression import Compression
 
 
-def check_devices_per_replica(devices_per_replica: Any, policies: Sequence[Any], strategy: str) -> None:
-    """Checks the argument, before any work starts.
-
-    Raises:
-      ValueError: it is no positive integer, or a policy needs replicas of one device.
-    """
+def check_devices_per_replica(devices_per_replica: Any, strategy: str) -> None:
+    """Raises ValueError unless the argument is a positive integer."""
     if not _checks.is_count(devices_per_replica, at_least=1):
         raise ValueError(
             f"{strategy}(devices_per_replica=...): must be an integer of at least 1. Received: "
             f"devices_per_replica={devices_per_replica!r}"
         )
-    for policy in policies if devices_per_replica > 1 else ():
-        if isinstance(policy, Compression):
-            raise ValueError(
-                f"{strategy}(devices_per_replica={devices_per_replica}): {policy!r} encodes the gradients of one "
-                f"device per worker; leave it away, or use devices_per_replica=1. Received: policies={list(policies)!r}"
-            )
 
 
 def check_names(devices: Any) -> None:

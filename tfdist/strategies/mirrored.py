@@ -74,8 +74,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         stall_timeout_secs: float = 600.0,
     ) -> None:
         transforms = gradient_transforms.in_order(transforms)
+        _devices.check_devices_per_replica(devices_per_replica, "MirroredStrategy")
         policies = composition.check_policies(policies, "MirroredStrategy", transforms)
-        _devices.check_devices_per_replica(devices_per_replica, policies, "MirroredStrategy")
         _devices.check_names(devices)
         _common.check_timeouts(stall_timeout_secs=stall_timeout_secs)
         if any(isinstance(policy, Aggregation) for policy in policies):

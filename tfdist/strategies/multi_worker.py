@@ -100,8 +100,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         stall_timeout_secs: float = 600.0,
     ) -> None:
         transforms = gradient_transforms.in_order(transforms)
-        policies = composition.check_policies(policies, "MultiWorkerMirroredStrategy", transforms)
-        _devices.check_devices_per_replica(devices_per_replica, policies, "MultiWorkerMirroredStrategy")
+        _devices.check_devices_per_replica(devices_per_replica, "MultiWorkerMirroredStrategy")
+        policies = composition.check_policies(
+            policies, "MultiWorkerMirroredStrategy", transforms, devices_per_replica=devices_per_replica
+        )
         _communication.check_communication(communication)
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _multi_worker_cluster.find_cluster(cluster_resolver)

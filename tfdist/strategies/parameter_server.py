@@ -44,7 +44,6 @@ from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset
 from tfdist.passes.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
-from tfdist.policies.base import Aggregation
 from tfdist.policies.compression import Compression
 from tfdist.serving import embedded
 from tfdist.step import replicas, scope
@@ -112,63 +111,42 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         devices_per_replica: int = 1,
     ):
         transforms = gradient_transforms.in_order(transforms)
-        policies = composition.check_policies(policies, "ParameterServerStrategy", transforms)
-        _devices.check_devices_per_replica(devices_per_replica, policies, "ParameterServerStrategy")
-        _check_arguments(policies, data_sharding, start_timeout_secs, stall_timeout_secs)
+        policies = _checked_policies(policies, transforms, data_sharding, devices_per_replica)
+        _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         transfer_plan.check_mode(transfer)
         partitioner = sharded_tables.checked(variable_partitioner)
+        num_cpus = _devices.served_cpus(devices_per_replica)
         cluster = _find_cluster(cluster_resolver)
-        if cluster is not None:
-            note_joined()
-        if cluster is not None and cluster.task.type in ("worker", "ps"):
-            num_cpus = _devices.served_cpus(devices_per_replica) if cluster.task.type == "worker" else 1
-            sys.exit(embedded.serve(cluster, start_timeout_secs, num_cpus))
-        if cluster is not None:
-            warn_of_sizes(cluster, num_workers, num_ps)
-        num_workers, num_ps = 2 if num_workers is None else num_workers, 1 if num_ps is None else num_ps
         if cluster is None:
+            num_workers, num_ps = 2 if num_workers is None else num_workers, 1 if num_ps is None else num_ps
             embedded.check_sizes(num_workers, num_ps)
             _devices.check_embedded(devices_per_replica, num_workers)
-        composed = composition.compose(
-            policies,
-            "ParameterServerStrategy",
-            _num_tasks_of(cluster, "worker", num_workers),
-        )
+        else:
+            note_joined()
+            if cluster.task.type in ("worker", "ps"):
+                sys.exit(embedded.serve(cluster, start_timeout_secs, num_cpus if cluster.task.type == "worker" else 1))
+            warn_of_sizes(cluster, num_workers, num_ps)
+            num_workers, num_ps = cluster.num_workers, cluster.num_ps
+        composed = composition.compose(policies, "ParameterServerStrategy", num_workers)
         remember_lines()
         context.join_cluster()
         is_dynamic = data_sharding == "dynamic"
-        self._serving = serving = embedded.attach(
-            cluster, num_workers, num_ps, start_timeout_secs, is_dynamic, _devices.served_cpus(devices_per_replica)
-        )
+        self._serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic, num_cpus)
         try:
             if isinstance(variable_partitioner, sharded_tables.ShardedTables):
-                variable_partitioner.begin(_num_tasks_of(cluster, "ps", num_ps))
-            names = [f"worker:{index}" for index in range(serving.num_workers)]
-            self.distribution = Distribution(Recorder(names, is_complete=True), serving=serving)
+                variable_partitioner.begin(num_ps)
+            names = [f"worker:{index}" for index in range(num_workers)]
+            self.distribution = Distribution(Recorder(names, is_complete=True), serving=self._serving)
             with rendezvous.naming_port(cluster):
-                super().__init__(serving.resolver(), partitioner)
-            _devices.span_workers(self, devices_per_replica, self._num_workers)
+                super().__init__(self._serving.resolver(), partitioner)
+            _devices.span_workers(self, devices_per_replica, num_workers)
             self._change_stock()
             self._take_shards(partitioner, composed.is_lazy)
-            has_gpu = "GPU" in self.extended.worker_devices[0].upper()
-            self._transfer = transfer_plan.choose_plan(transfer, self._num_workers, self._num_ps, has_gpu)
-            self._transfer_mode = transfer
-            # Of the train steps of Keras' loop.
-            self._sending = self._transfer
-            fit.shorten_tracebacks()
-            self._engine = self._coordinated(data_sharding, stall_timeout_secs)
-            # Makes the train steps of Keras' loop.
-            self._training: AsynchronousEngine | RoundEngine = self._engine
-            self.distribution.coordinator = self._engine.coordinator
+            self._start_engine(data_sharding, transfer, stall_timeout_secs)
             self.distribution.transforms = Transforms(transforms, self._worker_memory(stall_timeout_secs))
-            self._take(policies, composed, stall_timeout_secs)
+            self._follow_policies(policies, composed, transfer, stall_timeout_secs)
             self._measure()
-            escape = stalls.InterruptEscape(self._engine.waited_for)
-            escape.install()
-            context.joined_cluster()
-            self.distribution.on_close = [self._leave, escape.uninstall]
-            clusters.join(serving.cluster.with_task(clusters.Task("chief", 0)))
-            self.distribution.shown = {"task": "chief:0", "workers": self._num_workers, "ps": self._num_ps}
+            self._become_chief()
         except BaseException:
             self._abandon()
             raise
@@ -186,6 +164,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _change_stock(self) -> None:
         """Replaces what the stock strategy does otherwise, before the first variable is made."""
+        fit.shorten_tracebacks()
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
         coordinator.allow_without_coordinator(self)
         variables.replace_colocation(self, lambda stock: scope.colocating(self, self._scope, stock))
@@ -198,31 +177,38 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         calls.before_each(self._before_call)
         train_functions.ask_strategies()
 
-    def _coordinated(self, data_sharding: str, stall_timeout_secs: float) -> AsynchronousEngine:
-        """Builds the engine that runs all functions on the workers."""
-        engine = AsynchronousEngine(
+    def _start_engine(self, data_sharding: str, transfer: str, stall_timeout_secs: float) -> None:
+        """Starts the engine that runs all functions on the workers."""
+        has_gpu = "GPU" in self.extended.worker_devices[0].upper()
+        self._transfer = transfer_plan.choose_plan(transfer, self._num_workers, self._num_ps, has_gpu)
+        self._engine = AsynchronousEngine(
             self,
-            self._serving.num_workers,
+            self._num_workers,
             self._serving.data_service_address,
             stall_timeout_secs=stall_timeout_secs,
             on_update=self.distribution.recorder.record,
             transfer=self._transfer,
             data_sharding=data_sharding,
         )
-        engine.servers = self._serving.cluster.jobs["ps"]
-        return engine
+        self._engine.servers = self._serving.cluster.jobs["ps"]
+        self.distribution.coordinator = self._engine.coordinator
+        # Makes the train steps of Keras' loop.
+        self._training: AsynchronousEngine | RoundEngine = self._engine
 
-    def _take(self, policies: Sequence[Any], composed: composition.Composition, stall_timeout_secs: float) -> None:
-        """Builds the engine of the policies, if there are any."""
+    def _follow_policies(
+        self, policies: Sequence[Any], composed: composition.Composition, transfer: str, stall_timeout_secs: float
+    ) -> None:
+        """Starts the engine of the policies, if there are any."""
         self.distribution.gradients_per_batch = lambda: 1
-        of_workers = {}
-        self._sending, aggregation = self._transfer, composed.aggregation
+        # How the train steps of Keras' loop send variables and gradients.
+        self._sending = self._transfer
+        of_workers, aggregation = {}, composed.aggregation
         if composed.compression:
             server_calls.check_codecs(self._num_workers, self._num_ps, stall_timeout_secs)
             compression = composed.compression
             memory = self._worker_memory(stall_timeout_secs, "/device:CPU:0")
             encoding = Encoding(compression.codec, memory, self._num_workers, compression.variables)
-            self._sending = transfer_plan.encoded(self._transfer_mode, encoding)
+            self._sending = transfer_plan.encoded(transfer, encoding)
             self.distribution.bytes_sent = encoding.bytes_sent
             of_workers["Compression"] = encoding.feedback
         if aggregation is not None:
@@ -250,6 +236,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         self._new_usage = lambda: usages.fetch(only_new=True)
         self.distribution.usage = lambda: {**usages.fetch(), self.distribution.task: own()}
         self.distribution.served_tasks, self.distribution.sizes = tasks, {"num_ps": self._num_ps}
+
+    def _become_chief(self) -> None:
+        """Makes this process the chief of the cluster, until `close`."""
+        escape = stalls.InterruptEscape(self._engine.waited_for)
+        escape.install()
+        context.joined_cluster()
+        self.distribution.on_close = [self._leave, escape.uninstall]
+        clusters.join(self._serving.cluster.with_task(clusters.Task("chief", 0)))
+        self.distribution.shown = {"task": "chief:0", "workers": self._num_workers, "ps": self._num_ps}
 
     def _take_shards(self, variable_partitioner: Any, is_lazy: bool) -> None:
         """Looks up rows of variables in shards, and updates shards and rows, on their servers."""
@@ -503,28 +498,19 @@ def warn_of_sizes(cluster: Cluster, num_workers: int | None, num_ps: int | None)
             )
 
 
-def _num_tasks_of(cluster: Cluster | None, job: str, embedded_tasks: int) -> int:
-    """Returns the number of tasks of a job of the cluster, or of the embedded cluster if there is none."""
-    return embedded_tasks if cluster is None else len(cluster.jobs[job])
-
-
-def _check_arguments(
-    policies: Sequence[Any], data_sharding: str, start_timeout_secs: float, stall_timeout_secs: float
-) -> None:
-    """Raises ValueError for what no cluster is needed to refuse."""
+def _checked_policies(
+    policies: Iterable[Any] | None, transforms: Sequence[Any], data_sharding: Any, devices_per_replica: Any
+) -> Sequence[Any]:
+    """Returns the policies; raises ValueError for them, and for the arguments that some of them exclude."""
+    _devices.check_devices_per_replica(devices_per_replica, "ParameterServerStrategy")
     if data_sharding not in _SHARDINGS:
         raise ValueError(
             f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. "
             f"Received: data_sharding={data_sharding!r}"
         )
-    in_step = [policy for policy in policies if isinstance(policy, Aggregation)]
-    if in_step and data_sharding == "dynamic":
-        raise ValueError(
-            'data_sharding="dynamic" gives whole batches to whoever asks first, and under '
-            f'{in_step[0]!r} a batch is shared by all workers; use "shard". Received: data_sharding="dynamic", '
-            f"policies={list(policies)!r}"
-        )
-    for policy in policies:
+    arguments = {"devices_per_replica": devices_per_replica, "data_sharding": data_sharding}
+    checked = composition.check_policies(policies, "ParameterServerStrategy", transforms, **arguments)
+    for policy in checked:
         if isinstance(policy, Compression):
-            on_servers.check_codec(policy.codec, f"Received: policies={list(policies)!r}")
-    _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
+            on_servers.check_codec(policy.codec, f"Received: policies={list(checked)!r}")
+    return checked
