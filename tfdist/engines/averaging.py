@@ -39,7 +39,7 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, DistributedDataset
 from tfdist.passes.shares import ReplicaPart, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import replicas, step_times
+from tfdist.step import losses, replicas, step_times
 from tfdist.step.step import Step
 
 _AVERAGE = "_tfdist_average"
@@ -124,7 +124,7 @@ class AveragingEngine(Engine):
             timed = self._times.begin(tf.stack([called, got]))
             results = averaging_step.step_alone(self._strategy, step, parts, timed.hand_in)
             timed.keep(results)
-            shares = [averaging_step.share_of_batch(part, num_replicas) for part in parts]
+            shares = [losses.share_of_batch(part.batch, part.total, num_replicas) for part in parts]
             return average.end_step(results, shares, step.is_of_keras)
 
     @property

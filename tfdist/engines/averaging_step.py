@@ -390,27 +390,13 @@ def _step(
 ) -> Any:
     count = strategy.num_replicas_in_sync
     with losses.counted_as_one(strategy, step) as has_own_loss:
-        divisor = 1 if has_own_loss else count
-        of_replica = ReplicaLosses(model, count, divisor)
-        factor = float(count) if of_replica.are_sums else share_of_batch(part, count) * count * divisor
-        rows = splitting.rows(part.batch)
-        if of_replica.are_sums and may_be_empty and rows is not None:
-            factor *= tf.cast(rows > 0, tf.float32)
+        of_replica = ReplicaLosses(model, count, 1 if has_own_loss else count)
+        factor = of_replica.factor(part.batch, part.total, may_be_empty)
         changed = of_replica.patches(part.batch, part.total, has_own_loss)
         for optimizer in optimizers_of(model):
             changed += own_copy_patches(optimizer, factor, lambda gradients: hand_in(gradients, index))
         with patched_attributes(changed), _keeping(model, part if may_be_empty else None, index):
             return step.function(batch)
-
-
-def share_of_batch(part: ReplicaPart, num_replicas: int) -> tf.Tensor | float:
-    """The part of the global batch, 0 to 1, that a replica has; equal parts where it is unknown."""
-    rows = splitting.rows(part.batch)
-    # In a graph parts have a known size only where all have the same; outside every size is known.
-    is_even = bool(splitting.static_size(part.batch)) and not tf.executing_eagerly()
-    if part.total is None or rows is None or is_even:
-        return 1 / num_replicas
-    return tf.cast(rows / tf.maximum(part.total, 1), tf.float32)
 
 
 def own_copy_patches(

@@ -368,6 +368,24 @@ def _with_values(gradient: Any, values: tf.Tensor) -> Any:
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values
 
 
+def share_of_batch(batch: Any, batch_rows: tf.Tensor | None, num_replicas: int) -> tf.Tensor | float:
+    """Returns the part of the global batch, 0 to 1, that a replica has.
+
+    Args:
+      batch: the replica's part.
+      batch_rows: number of examples in all parts together; where it is not known, all parts with examples count alike.
+      num_replicas: largest number of replicas.
+    """
+    rows = splitting.rows(batch)
+    # In a graph parts have a known size only where all have the same; outside every size is known.
+    is_even = bool(splitting.static_size(batch)) and not tf.executing_eagerly()
+    if rows is None or is_even:
+        return 1 / num_replicas
+    if batch_rows is None:
+        return tf.where(rows > 0, tf.constant(1 / num_replicas, tf.float64), 0.0)
+    return rows / tf.maximum(batch_rows, 1)
+
+
 # Patches a step of one replica so that its losses count as on one device, where no reduction follows in the step.
 #
 # Keras weights the loss of a replica by its examples, and divides losses and penalties by the number of replicas. Both
@@ -402,6 +420,20 @@ class ReplicaLosses:
             )
         object.__setattr__(self, "are_sums", True in kinds)
 
+    def factor(self, batch: Any, batch_rows: tf.Tensor | None, may_be_empty: bool) -> tf.Tensor | float:
+        """Returns the factor by which a gradient of this replica alone counts as that of the global batch.
+
+        Args:
+          batch: the replica's part.
+          batch_rows: number of examples in all parts together, if known.
+          may_be_empty: True if the part may have no examples.
+        """
+        if not self.are_sums:
+            return share_of_batch(batch, batch_rows, self.num_replicas) * self.num_replicas * self.divisor
+        rows = splitting.rows(batch)
+        has_examples = 1.0 if rows is None or not may_be_empty else tf.cast(rows > 0, tf.float32)
+        return float(self.num_replicas) * has_examples
+
     def patches(self, batch: Any, batch_rows: tf.Tensor | None, has_own_loss: bool) -> list[tuple[Any, str, Any]]:
         """Returns patches by which losses, and metrics of them, count as on one device.
 
@@ -411,12 +443,7 @@ class ReplicaLosses:
           has_own_loss: True if the step computes losses of its own.
         """
         count, rows = self.num_replicas, splitting.rows(batch)
-        if rows is None:
-            share = lambda: 1 / count  # noqa: E731
-        elif batch_rows is None:
-            share = lambda: tf.where(rows > 0, tf.constant(1 / count, tf.float64), 0.0)  # noqa: E731
-        else:
-            share = lambda: rows / tf.maximum(batch_rows, 1)  # noqa: E731
+        share = functools.partial(share_of_batch, batch, batch_rows, count)
         known = share, None if rows is None else lambda: rows
         total = None if batch_rows is None else tf.cast(batch_rows, tf.float64)
         return _patches(self.model, count, self.divisor, has_own_loss and count > 1, *known, total)
