@@ -177,6 +177,42 @@ def test_policies_sum_by_mpi_what_they_sum_by_tensorflow(
     assert_close(found["mpi"], found["tensorflow"])
 
 
+def transformed_by_mpi(path: pathlib.Path, transforms: str, then: str = "") -> dict[str, Any]:
+    """What the first of two workers reports of a training with these transforms; the other one reports the same."""
+    path.mkdir()
+    script = PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, transforms=[{transforms}])")
+    script = "T = tfdist.transforms\n" + script
+    script += 'report("found", trained(strategy, rows, words, lambda: SGD(0.5), {}, is_evaluated=False))\n'
+    first, second = process_cluster.run(script + then, path, timeout_secs=140)
+    assert first["found"] == second["found"]
+    return first
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@needs_mpi
+def test_transforms_after_a_sum_by_mpi_are_those_of_one_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi")
+    clipped = "lambda: SGD(0.5, global_clipnorm=0.1)"
+    alone = f'report("alone", trained(tf.distribute.get_strategy(), rows, words, {clipped}, {{}}, is_evaluated=False))'
+    transforms = "T.identity('replica'), T.clip_by_global_norm(0.1)"
+    found = transformed_by_mpi(tmp_path / "clipped", transforms, f"if index == 0:\n    {alone}\n")
+    assert_close(found["found"], found["alone"])
+
+
+@pytest.mark.slow  # The test before has identity beside clipping.
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@needs_mpi
+def test_identity_before_a_sum_by_mpi_changes_no_bit(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi")
+    plain, same = (
+        transformed_by_mpi(tmp_path / name, transforms)
+        for name, transforms in (("plain", ""), ("same", "T.identity('replica'), T.identity()"))
+    )
+    assert plain["found"] == same["found"]
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
