@@ -30,8 +30,8 @@ def test_tasks_measure_their_links_in_turn():
         (f"worker:{one}", f"worker:{other}") for one in range(3) for other in range(3) if one != other
     }
     assert all(link.bytes_per_sec > 1e6 and 0 < link.latency_secs < 1 for link in found[0])
-    assert doctor_measure.parse(doctor_measure.to_json(found[0]), "links.json") == (found[0], False)
-    assert doctor_measure.parse(doctor_measure.to_json(found[0], True), "links.json") == (found[0], True)
+    assert doctor_measure.from_json(doctor_measure.to_json(found[0]), "links.json") == (found[0], False)
+    assert doctor_measure.from_json(doctor_measure.to_json(found[0], True), "links.json") == (found[0], True)
 
 
 def test_a_task_that_is_missing_is_named(capsys):
@@ -95,5 +95,5 @@ def test_a_large_cluster_measures_few_links_of_each_task():
 )
 def test_an_invalid_file_of_links_is_one_line(text):
     with pytest.raises(ValueError, match=r"^links\.json") as raised:
-        doctor_measure.parse(text, "links.json")
+        doctor_measure.from_json(text, "links.json")
     assert "\n" not in str(raised.value)

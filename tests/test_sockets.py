@@ -173,7 +173,7 @@ def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
 def test_no_answer_of_a_stranger_is_a_meeting(answer: bytes):
     assert rendezvous.judge(answer, TWO, Task("worker", 1))
     with contextlib.suppress(ValueError):
-        doctor.parse(answer)
+        doctor.parse_answer(answer)
 
 
 # Addresses.

@@ -61,7 +61,7 @@ ENDED_BY = {
     "coordination/keepalive.py:Keepalive._run": "self._ended",
     "coordination/quorum_client.py:QuorumClient._connect": "until",
     "coordination/quorum_client.py:QuorumClient._listen": "self._closing",
-    "coordination/quorum_client.py:QuorumClient._take": "connection.recv",
+    "coordination/quorum_client.py:QuorumClient._receive": "connection.recv",
     "coordination/quorum_client.py:QuorumClient.wait": "check()",
     "coordination/quorum_server.py:QuorumServer._run": "self._woken",
     "coordination/rendezvous.py:_Search._ask_until_met": "self._stop.is_set()",

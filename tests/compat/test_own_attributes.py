@@ -20,9 +20,9 @@ def test_keras_does_not_track_what_is_put_on_a_layer():
     layer.build((None, 1))
     patching.put(layer, "beside", keras.layers.Dense(1))
     assert layer.beside not in layer._layers
-    assert patching.of(layer, "beside") is layer.beside
+    assert patching.get(layer, "beside") is layer.beside
     patching.remove(layer, "beside")
-    assert patching.of(layer, "beside") is None
+    assert patching.get(layer, "beside") is None
 
 
 def test_tensors_and_graphs_take_attributes():

@@ -377,7 +377,7 @@ def read_until(descriptor, enough):
 @pytest.mark.processes
 def test_a_program_may_submit_a_job_and_keeps_its_signal_handlers(script, capsys):
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    assert attempts.submit(local.plan(local.LocalJob((script("print('here')"),), num_workers=1), (1,))) == 0
+    assert attempts.run_tasks(local.plan(local.LocalJob((script("print('here')"),), num_workers=1), (1,))) == 0
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 

@@ -119,7 +119,7 @@ def test_after_a_lost_host_tasks_there_have_time_to_end(monkeypatch):
     pauses = []
     monkeypatch.setattr(attempts._Submission, "_attempt", lambda *_: outcomes.pop(0))
     monkeypatch.setattr(attempts._Submission, "_pause", lambda _, secs: pauses.append(secs) or True)
-    assert attempts.submit(requests.Request((), frozenset(), 1.0, requests.Restarts(max_restarts=1))) == 0
+    assert attempts.run_tasks(requests.Request((), frozenset(), 1.0, requests.Restarts(max_restarts=1))) == 0
     assert pauses == [30.0]
 
 

@@ -276,7 +276,7 @@ def job_of(monkeypatch, outcomes, num_ps, **restarts):
     settings = Restarts(backoff_secs=0.0, min_workers=2, **restarts)
     job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps, restarts=settings)
     planned = functools.partial(local.plan, job, range(1, 7))
-    code = attempts.submit(planned(), replan=lambda dropped: planned(dropped=dropped))
+    code = attempts.run_tasks(planned(), replan=lambda dropped: planned(dropped=dropped))
     return code, [[address.rpartition(":")[2] for address in crew] for crew in crews]
 
 

@@ -31,7 +31,7 @@ WHOLE = profiles.make(
 
 
 def test_a_profile_is_read_as_it_was_written():
-    assert profile.parse(WHOLE.to_json()) == WHOLE
+    assert profile.from_json(WHOLE.to_json()) == WHOLE
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_profile_is_read_as_it_was_written():
 def test_an_invalid_value_is_one_line_that_names_the_key(key, value):
     given = {**json.loads(WHOLE.to_json()), key: value}
     with pytest.raises(profile.ProfileError) as raised:
-        profile.parse(json.dumps(given), "my.json")
+        profile.from_json(json.dumps(given), "my.json")
     assert re.match(r"my.json: (secs|value|row_bytes|rows_per_step|" + key + ") must be ", str(raised.value))
     assert "\n" not in str(raised.value)
 
@@ -77,13 +77,13 @@ def test_an_invalid_value_is_one_line_that_names_the_key(key, value):
 )
 def test_what_is_no_profile_of_this_version_is_one_line(text, reason):
     with pytest.raises(profile.ProfileError, match=reason):
-        profile.parse(text)
+        profile.from_json(text)
 
 
 def test_a_profile_without_any_step_is_refused():
     given = {**json.loads(WHOLE.to_json()), "steps": [], "fit_secs": []}
     with pytest.raises(profile.ProfileError, match="steps must be a list with at least one batch size"):
-        profile.parse(json.dumps(given))
+        profile.from_json(json.dumps(given))
 
 
 @pytest.mark.parametrize(

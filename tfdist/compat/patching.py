@@ -28,7 +28,7 @@ def remove(target: Any, name: str) -> None:
     object.__delattr__(target, name)
 
 
-def of(target: Any, name: str, default: Any = None) -> Any:
+def get(target: Any, name: str, default: Any = None) -> Any:
     """An attribute of the object itself, not of its class; `default` if it has none of this name."""
     return getattr(target, "__dict__", {}).get(name, default)
 

@@ -58,7 +58,7 @@ class Pool:
         if 4 * size < _MIN_BYTES:
             return _aligned(_memory(size), size)
         with self._lock:
-            return _aligned(self._take(size), size)
+            return _aligned(self._unused_memory(size), size)
 
     def zeros(self, size: int) -> np.ndarray:
         """Returns zeros, float32 [size]."""
@@ -66,7 +66,7 @@ class Pool:
         array.fill(0)
         return array
 
-    def _take(self, size: int) -> np.ndarray:
+    def _unused_memory(self, size: int) -> np.ndarray:
         memories = self._memories.setdefault(size, [])
         for index in range(len(memories)):
             # Views of views refer to the memory itself. Here, the list and the argument of getrefcount do.

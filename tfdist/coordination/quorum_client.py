@@ -207,9 +207,9 @@ class QuorumClient:
         frames, nonce = wire.Frames(), secrets.token_bytes(wire.NONCE_BYTES)
         hint = "; TFDIST_JOB_SECRET must be the same for all workers"
         try:
-            server_nonce = wire.read_greeting(self._take(connection, frames, wire.GREETING_BYTES, ""))
+            server_nonce = wire.read_greeting(self._receive(connection, frames, wire.GREETING_BYTES, ""))
             connection.sendall(wire.claim(secret, self._worker, server_nonce, nonce))
-            answer = self._take(connection, frames, wire.PROOF_BYTES, hint)
+            answer = self._receive(connection, frames, wire.PROOF_BYTES, hint)
             if answer == wire.REFUSAL:
                 raise ConnectionError(f"{self._server} does not accept {self._names[self._worker]}{hint}")
             wire.check_answer(answer, secret, self._worker, server_nonce, nonce)
@@ -217,7 +217,7 @@ class QuorumClient:
             raise ConnectionError(f"{self._server} {error}{hint}") from None
         return frames
 
-    def _take(self, connection: socket.socket, frames: wire.Frames, size: int, hint: str) -> bytes:
+    def _receive(self, connection: socket.socket, frames: wire.Frames, size: int, hint: str) -> bytes:
         while (piece := frames.take(size)) is None:
             try:
                 data = connection.recv(_RECEIVE_BYTES)

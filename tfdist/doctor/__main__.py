@@ -244,7 +244,7 @@ def ask_task(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | 
             ) as connection:
                 started = time.time()
                 connection.sendall(_name(cluster.task) + b"\n")
-                answer = parse(_sockets.read_line(connection, _ANSWER_SECS))
+                answer = parse_answer(_sockets.read_line(connection, _ANSWER_SECS))
                 with contextlib.suppress(OSError):
                     connection.sendall(b"\n")  # Acknowledges the answer.
                 middle, half = (started + time.time()) / 2, (time.time() - started) / 2
@@ -256,7 +256,7 @@ def ask_task(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | 
         time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
 
 
-def parse(line: bytes) -> dict[str, Any]:
+def parse_answer(line: bytes) -> dict[str, Any]:
     """Parses an answer.
 
     Raises:

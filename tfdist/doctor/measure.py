@@ -142,13 +142,13 @@ def measure_as_task(
 
 
 def to_json(links: Sequence[MeasuredLink], is_one_machine: bool = False) -> str:
-    """Returns the content of a file that `parse` reads."""
+    """Returns the content of a file that `from_json` reads."""
     each = [dataclasses.asdict(link) for link in links]
     content = {"format": FORMAT, "version": VERSION, "one_machine": is_one_machine, "links": each}
     return json.dumps(content, indent=1) + "\n"
 
 
-def parse(text: str, name: str) -> tuple[list[MeasuredLink], bool]:
+def from_json(text: str, name: str) -> tuple[list[MeasuredLink], bool]:
     """Parses what `to_json` has returned.
 
     Returns:
@@ -305,7 +305,7 @@ class _Answering:
             if len(words) != 4 or words[0] != "measure" or words[2] != digest_of(self._cluster.tasks):
                 return
             connection.settimeout(max(0.1, self._deadline - time.monotonic()))
-            {"ping": self._ping, "sink": self._sink}.get(words[3], self._take)(connection, stream, words[3])
+            {"ping": self._ping, "sink": self._sink}.get(words[3], self._pass_links)(connection, stream, words[3])
 
     def _ping(self, connection: socket.socket, stream: Any, kind: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -333,7 +333,7 @@ class _Answering:
         part = {"bytes": counted, "secs": last - since}
         connection.sendall(json.dumps(part if counted and last > since else whole).encode() + b"\n")
 
-    def _take(self, connection: socket.socket, stream: Any, kind: str) -> None:
+    def _pass_links(self, connection: socket.socket, stream: Any, kind: str) -> None:
         if kind in ("turn", "done"):
             links = _links(json.loads(stream.readline(_MAX_LINE)))
             with self._changed:

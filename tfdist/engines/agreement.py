@@ -177,7 +177,7 @@ class Agreement:
         """
         number, key = self._next_key(what)
         if not self.is_chief:
-            return self._take(key, what, detail, number)
+            return self._receive(key, what, detail, number)
         return self._give([key], value)
 
     def gather(self, value: Any, what: str) -> dict[Task, Any]:
@@ -224,12 +224,12 @@ class Agreement:
             return self._find(_key_at(f"{place} ended", last))
 
         try:
-            return self._take(key, what, otherwise=of_any_name)
+            return self._receive(key, what, otherwise=of_any_name)
         finally:
             with contextlib.suppress(tf.errors.OpError):
                 self._set(f"{key}/{self.task}", None)
 
-    def _take(
+    def _receive(
         self,
         key: str,
         what: str,

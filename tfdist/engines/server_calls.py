@@ -348,9 +348,9 @@ class TaskUsages:
             if is_foreign:
                 self._foreign.add(task)
             if usage is not None:
-                self._take(task, usage)
+                self._keep(task, usage)
 
-    def _take(self, task: str, usage: Usage) -> None:
+    def _keep(self, task: str, usage: Usage) -> None:
         last = self._known.get(task)
         if last is not None and last.started_at != usage.started_at:
             # The task was started again; the bytes of its former process count, too.

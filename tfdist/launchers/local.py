@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a script as every task of a cluster on this machine.
 
-`plan` turns a job into a request of text and numbers; `submit` runs it; a dry run prints it.
+`plan` turns a job into a request of text and numbers; `run_tasks` runs it; a dry run prints it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tfdist.launchers.requests import (
     check_command,
 )
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.supervise.attempts import submit
+from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
 from tfdist.launchers.supervise.processes import PortReservation
 
@@ -106,7 +106,7 @@ def plan(
     devices: Sequence[str] = (),
     dropped: Collection[str] = (),
 ) -> Request:
-    """Returns the processes that `submit` would start.
+    """Returns the processes that `run_tasks` would start.
 
     Args:
       job: the job.
@@ -246,7 +246,7 @@ def submit_with_secret(planned: Callable[..., Request], logs: LogSettings) -> in
         tasks = tuple(dataclasses.replace(task, env={**task.env, **secret}) for task in request.tasks)
         return dataclasses.replace(request, tasks=tasks)
 
-    return submit(with_secret(), logs, with_secret)
+    return run_tasks(with_secret(), logs, with_secret)
 
 
 # Private network namespace for a job on one machine, with only a loopback interface. No TensorFlow import.

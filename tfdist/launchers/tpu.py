@@ -26,7 +26,7 @@ from tfdist.launchers.kubernetes.launcher import KubernetesRequest
 from tfdist.launchers.kubernetes.manifests import Pods
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.supervise.attempts import submit as run_tasks
+from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
 
 _USAGE = """\

@@ -97,7 +97,7 @@ def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network
 
 def _from_file(path: pathlib.Path, latency: str | None, software: float) -> Network:
     try:
-        links, is_one_machine = doctor_measure.parse(path.read_text(encoding="utf-8"), str(path))
+        links, is_one_machine = doctor_measure.from_json(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"--network: can't read {path} ({error}); write it with tfdist doctor --measure --json={path}, or give a "

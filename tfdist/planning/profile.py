@@ -164,10 +164,10 @@ def load(path: pathlib.Path) -> Profile:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"can't read the profile {path}: {error}; write one with tfdist profile SCRIPT") from None
-    return parse(text, str(path))
+    return from_json(text, str(path))
 
 
-def parse(text: str, name: str = "profile") -> Profile:
+def from_json(text: str, name: str = "profile") -> Profile:
     """Parses the content of a profile's file.
 
     Raises:

@@ -483,7 +483,7 @@ def check_fixed_sizes(strategy: tf.distribute.Strategy, dataset: Any, num_parts:
                 f"Received: batch_size={batch_size}, divided by {num_parts}"
             )
     # With parts, a policy decides about updates alone.
-    if not keeps_states and (call.trains or num_parts == 1) and not patching.of(call.model, _TOLD):
+    if not keeps_states and (call.trains or num_parts == 1) and not patching.get(call.model, _TOLD):
         patching.put(call.model, _TOLD, True)
         _log.say(
             f"{type(strategy).__name__}: replicas share the states of stateful RNNs here, as means, so the "

@@ -64,7 +64,7 @@ class CompressedSums:
         # While steps are made before the choice.
         self._trial: _Trial | None = None
         if compression.codec != AUTO:
-            self._take(compression.codec)
+            self._use(compression.codec)
 
     def prepare(self, model: keras.Model) -> None:
         """Chooses the codec, before the first step of a built model is traced; all workers call it alike."""
@@ -105,7 +105,7 @@ class CompressedSums:
         if found.codec is None:
             # Steps are those without the policy then; to count would cost some hundredths of a small one.
             self._sums.traffic = None
-        self._take(found.codec)
+        self._use(found.codec)
 
     def collect(self, model: keras.Model) -> tuple[Any, list[np.ndarray]]:
         """See `WorkerState.collect`."""
@@ -121,11 +121,11 @@ class CompressedSums:
             codec = next((each for each in choice.CANDIDATES if repr(each) == described["codec"]), None)
             if codec is not None:
                 self._say(f"{codec!r}, as before")
-                self._take(codec)
+                self._use(codec)
         if self._feedback is not None:
             self._feedback.distribute(model, described and described["state"], arrays)
 
-    def _take(self, codec: Any) -> None:
+    def _use(self, codec: Any) -> None:
         self._is_chosen, self._trial, self.in_step = True, None, None
         if codec is None:
             return

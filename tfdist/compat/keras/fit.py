@@ -213,7 +213,7 @@ def put_logs(model: keras.Model, function: Logs) -> None:
 
 def remove_logs(model: keras.Model, function: Logs | None = None) -> None:
     """Restores the function of the model's class, unless another one than `function` was put last."""
-    found = patching.of(model, _NAME)
+    found = patching.get(model, _NAME)
     if found is not None and (function is None or found is function):
         patching.remove(model, _NAME)
 

@@ -285,7 +285,7 @@ def patched_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None
     before: list[tuple[Any, str, bool, Any]] = []
     try:
         for target, name, value in changes:
-            before.append((target, name, name in vars(target), patching.of(target, name)))
+            before.append((target, name, name in vars(target), patching.get(target, name)))
             patching.put(target, name, value)
         yield
     finally:

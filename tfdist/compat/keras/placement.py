@@ -90,7 +90,7 @@ def creating(part: int | None) -> Iterator[None]:
         _thread.creating = before
         for variable in layers.deferred()[count:]:
             # Of those that were declared in a block within this one, that has the part.
-            if patching.of(variable, _PART) is None:
+            if patching.get(variable, _PART) is None:
                 patching.put(variable, _PART, part)
                 layers.around_deferred(variable, functools.partial(_initializing, part))
 
@@ -109,7 +109,7 @@ def place(layer: keras.Layer, part: int) -> None:
 
 def part_of(variable: Any) -> int | None:
     """Returns the part of a Keras variable; None if it was made without a place."""
-    return patching.of(variables.tf_variable(variable), _PART)
+    return patching.get(variables.tf_variable(variable), _PART)
 
 
 def give(variable: Any, part: int) -> None:
@@ -202,7 +202,7 @@ def _calling(original: Any) -> Any:
 def _moved(leaf: Any, device: str) -> Any:
     if not isinstance(leaf, tf.Tensor) or leaf.dtype == tf.resource:
         return leaf
-    moved, mask = replicas.to_device(leaf, device), patching.of(leaf, _MASK)
+    moved, mask = replicas.to_device(leaf, device), patching.get(leaf, _MASK)
     if moved is not leaf and mask is not None:
         patching.put(moved, _MASK, mask)
     return moved

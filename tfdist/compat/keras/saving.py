@@ -464,7 +464,7 @@ def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> No
     if not agreement.is_chief and params.get("verbose") == "auto":
         params["verbose"] = 0
     for callback in callbacks:
-        if patching.of(callback, _IS_PREPARED):
+        if patching.get(callback, _IS_PREPARED):
             continue
         patching.put(callback, _IS_PREPARED, True)
         for kind, name, wrap, _ in _WRAPPED_ON_CALLBACKS:
@@ -748,7 +748,7 @@ def _restoring(original: Any) -> Any:
         variable = self.trackable
         if not isinstance(variable, keras.Variable) or variables.tf_variable(variable) is not None:
             return original(self)
-        waiting = patching.of(variable, _WAITING)
+        waiting = patching.get(variable, _WAITING)
         if waiting is None:
             patching.put(variable, _WAITING, waiting := [])
             layers.around_deferred(variable, contextlib.nullcontext, functools.partial(_restore_waiting, variable))
@@ -760,7 +760,7 @@ def _restoring(original: Any) -> Any:
 
 
 def _restore_waiting(variable: keras.Variable) -> None:
-    waiting = patching.of(variable, _WAITING)
+    waiting = patching.get(variable, _WAITING)
     patching.remove(variable, _WAITING)
     with tf.init_scope():
         for position in waiting:

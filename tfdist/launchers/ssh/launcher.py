@@ -2,7 +2,8 @@
 """Starts a script as every task of a cluster on remote machines, by ssh.
 
 Each task has a local process that holds its connection (`tfdist.launchers.ssh.client`); on the remote machine
-`tfdist.launchers.ssh.task` runs the task. `plan` assigns tasks to hosts; `submit` runs them; a dry run prints the plan.
+`tfdist.launchers.ssh.task` runs the task. `plan` assigns tasks to hosts, `run_tasks` runs them, a dry run prints the
+plan.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class SshJob:
 
 
 def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
-    """Returns the local process of each task that `submit` would start.
+    """Returns the local process of each task that `run_tasks` would start.
 
     Args:
       job: the job.

@@ -380,7 +380,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Replan = Callable[[frozenset[str]], Request]
 
 
-def submit(
+def run_tasks(
     request: Request,
     logs: LogSettings = LogSettings(),  # noqa: B008 - frozen
     replan: Replan | None = None,
@@ -489,7 +489,7 @@ class _RemainingWorkers:
 
     Args:
       request: request for the whole job.
-      replan: see `submit`.
+      replan: see `run_tasks`.
 
     Attributes:
       request: request with the remaining workers.
