@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -24,11 +25,6 @@ def define_communication_flag(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("communication", AUTO, list(KINDS), text, flag_values=values)
 
 
-def communication_environment(chosen: str) -> dict[str, str]:
-    """Returns the variables that the flag's value adds to the tasks' environment."""
-    return {} if chosen == AUTO else {COMMUNICATION_VARIABLE: chosen}
-
-
 # The flag `--telemetry[=DIR]`: all tasks write telemetry, without a change of the script.
 
 
@@ -43,11 +39,6 @@ def define_telemetry_flag(values: flags.FlagValues) -> None:
     flags.DEFINE_flag(
         flags.Flag(_Directory(), flags.ArgumentSerializer(), "telemetry", None, text, boolean=True), values
     )
-
-
-def telemetry_environment(directory: str | None) -> dict[str, str]:
-    """Returns the variables that the flag's value adds to the tasks' environment."""
-    return {TELEMETRY_VARIABLE: directory} if directory else {}
 
 
 class _Directory(flags.ArgumentParser):
@@ -87,6 +78,52 @@ def tf_log_level_environment(chosen: str | None, env: Mapping[str, str], is_filt
     if env.get(TF_LOG_LEVEL_VARIABLE):
         return {TF_LOG_LEVEL_VARIABLE: env[TF_LOG_LEVEL_VARIABLE]}
     return {} if is_filtered else {TF_LOG_LEVEL_VARIABLE: _LEVELS["warning"]}
+
+
+# What all of these flags add, and `--env`.
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+def from_flags(values: flags.FlagValues, has_gpus: bool = False) -> dict[str, str]:
+    """Returns the variables that the flags add to the tasks' environment; a command line may lack some of the flags.
+
+    Args:
+      values: the flags.
+      has_gpus: `is_filtered` of `tf_log_level_environment`.
+
+    Raises:
+      LaunchError: a name of --env is invalid, or a name without a value is not set.
+    """
+    given, found = values.flag_values_dict(), dict[str, str]()
+    if given.get("communication", AUTO) != AUTO:
+        found[COMMUNICATION_VARIABLE] = given["communication"]
+    if given.get("telemetry"):
+        found[TELEMETRY_VARIABLE] = given["telemetry"]
+    level = tf_log_level_environment(values.tf_log_level, os.environ, has_gpus)
+    return found | level | _pairs(given.get("env", ()))
+
+
+def _pairs(settings: Sequence[str]) -> dict[str, str]:
+    """Parses NAME=VALUE pairs; a NAME alone has its value in this process' environment.
+
+    Raises:
+      LaunchError: a name is invalid, or a name without a value is not set.
+    """
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not _VARIABLE.fullmatch(name):
+            raise LaunchError(
+                f"--env does not start with the name of a variable; write NAME=VALUE. Received: {setting!r}"
+            )
+        if not equals and name not in os.environ:
+            raise LaunchError(f"--env={name} takes the value from here, where it is not set; write {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+        if "\0" in found[name]:
+            raise LaunchError(f"--env={name} has a zero byte, which no environment can hold; remove it")
+    return found
 
 
 # Finds the GPUs that a process may use, and divides them among several processes, without TensorFlow.

@@ -209,7 +209,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     devices = [] if values.gpus_per_worker == 0 else environment.present()
-    level = environment.tf_log_level_environment(values.tf_log_level, os.environ, is_filtered=bool(devices))
     job = LocalJob(
         tuple(command),
         values.num_workers,
@@ -219,9 +218,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         values.evaluator,
         values.gpus_per_worker,
         restarts_from_flags(values),
-        environment.communication_environment(values.communication)
-        | environment.telemetry_environment(values.telemetry)
-        | level,
+        environment.from_flags(values, has_gpus=bool(devices)),
     )
     check_command(job.command)
     logs = logs_from_flags(values)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import shlex
 import shutil
@@ -15,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist import _log
 from tfdist.launchers.requests import LaunchError, ToolError
-
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def find_tool(name: str, remedy: str) -> str:
@@ -125,27 +122,6 @@ def _first_line(process: subprocess.Popen[bytes], timeout_secs: float) -> str | 
             break
         line += data
     return line.decode("utf-8", "replace")
-
-
-def parse_environment(flag: str, settings: Sequence[str]) -> dict[str, str]:
-    """Parses NAME=VALUE pairs; a NAME alone has its value in this process' environment.
-
-    Raises:
-      LaunchError: a name is invalid, or a name without a value is not set.
-    """
-    found: dict[str, str] = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not _VARIABLE.fullmatch(name):
-            raise LaunchError(
-                f"--{flag} does not start with the name of a variable; write NAME=VALUE. Received: {setting!r}"
-            )
-        if not equals and name not in os.environ:
-            raise LaunchError(f"--{flag}={name} takes the value from here, where it is not set; write {name}=VALUE")
-        found[name] = value if equals else os.environ[name]
-        if "\0" in found[name]:
-            raise LaunchError(f"--{flag}={name} has a zero byte, which no environment can hold; remove it")
-    return found
 
 
 def shell_exports(extra: Mapping[str, str]) -> str:

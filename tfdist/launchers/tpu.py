@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import re
 import shlex
 import signal
@@ -265,8 +264,7 @@ def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> TpuJob:
         tuple(command),
         **{name: getattr(values, name) for name in same},
         directory=values.working_dir or ".",
-        env=environment.tf_log_level_environment(values.tf_log_level, os.environ)
-        | tools.parse_environment("env", values.env),
+        env=environment.from_flags(values),
         restarts=Restarts(values.max_restarts),
     )
 

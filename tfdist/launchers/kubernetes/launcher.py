@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import secrets
 import subprocess
@@ -194,8 +193,7 @@ def pods_from_flags(values: flags.FlagValues, command: Sequence[str], job: Shape
     pods = Pods(
         shape=job,
         command=tuple(command),
-        env=environment.tf_log_level_environment(values.tf_log_level, os.environ)
-        | tools.parse_environment("env", values.env),
+        env=environment.from_flags(values),
         node_selector=_pairs("node_selector", values.node_selector),
         claims=_pairs("claim", values.claim),
         grace_secs=values.grace_period_secs,
@@ -224,12 +222,6 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     gpus = {values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {}
     more = {"accelerators": gpus, "max_preemptions": values.max_preemptions}
     pods = pods_from_flags(values, command, Shape.from_flags(values), **more)
-    env = (
-        environment.communication_environment(values.communication)
-        | environment.telemetry_environment(values.telemetry)
-        | dict(pods.env)
-    )
-    pods = dataclasses.replace(pods, env=env)
     request = plan(pods, values.form)
     return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))
 

@@ -311,21 +311,11 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob
         **{name: getattr(values, name) for name in (*same, *limits)},
         grace_secs=values.grace_period_secs,
         directory=values.directory or str(pathlib.Path.cwd()),
-        env=_environment(values),
+        env=environment.from_flags(values, has_gpus=bool(values.gpus_per_node)),
         quiet_workers=values.quiet_workers,
         options={name: getattr(values, name) for name in _OPTIONS},
         extra=tuple(values.sbatch),
     )
-
-
-def _environment(values: flags.FlagValues) -> dict[str, str]:
-    level = environment.tf_log_level_environment(
-        values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_node)
-    )
-    chosen = environment.communication_environment(values.communication) | environment.telemetry_environment(
-        values.telemetry
-    )
-    return chosen | level | tools.parse_environment("env", values.env)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,7 +12,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -219,21 +218,11 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
         python=values.python,
         port=values.port,
         gpus_per_worker=values.gpus_per_worker,
-        env=_environment(values),
+        env=environment.from_flags(values, has_gpus=bool(values.gpus_per_worker)),
         ssh_options=tuple(values.ssh),
         grace_secs=values.grace_period_secs,
         restarts=local.restarts_from_flags(values),
     )
-
-
-def _environment(values: flags.FlagValues) -> dict[str, str]:
-    level = environment.tf_log_level_environment(
-        values.tf_log_level, os.environ, is_filtered=bool(values.gpus_per_worker)
-    )
-    chosen = environment.communication_environment(values.communication) | environment.telemetry_environment(
-        values.telemetry
-    )
-    return chosen | level | tools.parse_environment("env", values.env)
 
 
 def main(arguments: Sequence[str]) -> int:
