@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from entropy import entropy_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def coded_bits(entries: np.ndarray) -> float:
 @pytest.mark.parametrize(("density", "expected"), [(1e-4, 15.73), (1e-3, 12.41), (1e-2, 9.08), (0.0036, 10.56)])
 def test_entropy_matches_the_published_numbers(density: float, expected: float):
     # The published numbers are of n positions among 14.6 M at random: log2(e / density) + 1, to one unit.
-    assert frames.entropy_bits(density) == pytest.approx(expected, abs=0.02)
+    assert entropy_bits(density) == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize("density", [1e-4, 1e-3, 1e-2])
@@ -39,7 +40,7 @@ def test_entropy_matches_the_published_numbers(density: float, expected: float):
 def test_coded_size_is_within_2_percent_of_the_entropy(density: float, num_values: int, kernels: native.Kernels):
     entries = random_entries(num_values, density)
     # The entropy of this number of entries, which differs from num_values * density by chance.
-    assert coded_bits(entries) <= 1.02 * frames.entropy_bits(entries.size / num_values)
+    assert coded_bits(entries) <= 1.02 * entropy_bits(entries.size / num_values)
 
 
 def test_stroms_messages_are_a_third_as_long(kernels: native.Kernels):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact expectations for independent replicas: arrivals of the k-th of n, time per update, best number of spares.
+"""Exact expectations for independent replicas: arrivals of the k-th of n, time per update, best number of spares;
+and the cost of messages with parameter servers.
 
-The simulator is tested against them where they apply. `tfdist.planning.simulation.links` has the costs of messages.
+The simulator is tested against them where they apply.
 """
 
 from __future__ import annotations
@@ -220,3 +221,24 @@ _FORMULAS: dict[str, Callable[[DelayDistribution, int, int], float]] = {
     "empirical": _empirical,
     "stalls": _stalls,
 }
+
+
+def parameter_server_secs(
+    size: float,
+    workers: int,
+    servers: int,
+    worker_bandwidth: float,
+    server_bandwidth: float,
+    latency_secs: float = 0.0,
+) -> float:
+    """Returns 2 a + max(2 n / B_worker, 2 n p / (S B_server)): p workers fetch and push n bytes at the same time.
+
+    Args:
+      size: n, bytes.
+      workers: p.
+      servers: S, which hold equal shares.
+      worker_bandwidth: B_worker, bytes per second of each worker's link, in each direction.
+      server_bandwidth: B_server, of each server's link.
+      latency_secs: a, of one message.
+    """
+    return 2 * latency_secs + max(2 * size / worker_bandwidth, 2 * size * workers / (servers * server_bandwidth))

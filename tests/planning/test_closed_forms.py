@@ -89,7 +89,7 @@ def test_best_spares_of_the_published_tail_are_four_of_100():
 def test_a_ring_and_a_parameter_server_cost_what_the_formulas_say():
     size, bandwidth = 102.4e6, 10e9 / 8
     assert links.ring_all_reduce_secs(size, 8, bandwidth) == pytest.approx(0.143, abs=5e-4)
-    assert links.parameter_server_secs(size, 8, 1, bandwidth, bandwidth) == pytest.approx(1.31, abs=5e-3)
+    assert closed_forms.parameter_server_secs(size, 8, 1, bandwidth, bandwidth) == pytest.approx(1.31, abs=5e-3)
 
 
 def _simulated(strategy: str, workers: int, servers: int, policies: Callable[[], list], **network: object):
@@ -106,7 +106,7 @@ def _simulated(strategy: str, workers: int, servers: int, policies: Callable[[],
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (8, 1), (8, 4), (3, 16)])
 def test_synchronous_parameter_servers_cost_the_closed_form(workers: int, servers: int):
     found = _simulated("ParameterServerStrategy", workers, servers, lambda: [tfdist.BackupWorkers(spares=0)])
-    secs = links.parameter_server_secs(102.4e6, workers, servers, 10e9 / 8, 10e9 / 8, 1e-3)
+    secs = closed_forms.parameter_server_secs(102.4e6, workers, servers, 10e9 / 8, 10e9 / 8, 1e-3)
     assert found.seconds / 50 == pytest.approx(_SECS + secs, rel=1e-9)
 
 

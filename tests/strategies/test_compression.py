@@ -68,7 +68,9 @@ with strategy.scope():
     model.compile(SGD(1e-4), "mse")
 data = tf.data.Dataset.from_tensors((x[:16], x[:16, :1])).repeat()
 model.fit(data, steps_per_epoch=4, verbose=0)
-before, told = usage.by_this_process(), strategy.report().message_bytes[f"worker:{index}"]
+def sent():
+    return sum(each.sent for each in usage.by_socket().values())
+before, told = sent(), strategy.report().message_bytes[f"worker:{index}"]
 model.fit(data, steps_per_epoch=32, verbose=0, callbacks=[tfdist.callbacks.Telemetry("logs", update_freq=8)])
 told = strategy.report().message_bytes[f"worker:{index}"] - told
 # The chief writes it for the job, as a mean over the workers.
@@ -76,7 +78,7 @@ paths = pathlib.Path("logs").glob("*tfevents*") if index == 0 else []
 events = [event for path in paths for event in tf.compat.v1.train.summary_iterator(str(path))]
 values = [value for event in events for value in event.summary.value]
 report("shown", [each.simple_value for each in values if each.tag == "tfdist/network/counted_bytes_per_update"])
-report("per step", [(usage.by_this_process() - before) / 32, told / 32, model.count_params()])
+report("per step", [(sent() - before) / 32, told / 32, model.count_params()])
 """
 
 

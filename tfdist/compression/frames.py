@@ -160,13 +160,6 @@ def decode(
     return kernels.decode(signs if has_signs else None, remainders, unary, count, k, num_values)
 
 
-def entropy_bits(density: float) -> float:
-    """Returns the entropy of one gap and its sign at random positions of this density, in bits."""
-    if density >= 1:
-        return 1.0
-    return 1 - math.log2(density) - (1 - density) / density * math.log2(1 - density)
-
-
 def _best_k(entries: np.ndarray, kernels: native.Kernels) -> int:
     """Returns the k of the fewest bits, the smallest of several."""
     count = entries.size

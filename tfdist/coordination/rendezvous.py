@@ -119,7 +119,8 @@ def _complete(
     with search:
         while not search.wait(min(_CHECK_SECS, every_secs, max(0.0, start + timeout_secs - clock()))):
             check()
-            now, missing = clock(), _missing(search.cluster, search.missing())
+            now, reasons = clock(), search.missing()
+            missing = ", ".join(f"{task} at {search.cluster.address(task)} ({why})" for task, why in reasons.items())
             if now - start >= timeout_secs:
                 raise TimeoutError(
                     f"{missing} not there after start_timeout_secs; start it, or correct its address in TF_CONFIG on "
@@ -129,10 +130,6 @@ def _complete(
                 said = now
                 waited = f"{now - start:.0f} s of {timeout_secs:g} s"
                 write(f"tfdist {name or search.cluster.task}: waiting for {missing}; {waited}")
-
-
-def _missing(cluster: Cluster, reasons: dict[Task, str]) -> str:
-    return ", ".join(f"{task} at {cluster.address(task)} ({reason})" for task, reason in reasons.items())
 
 
 def _digest(cluster: Cluster) -> str:

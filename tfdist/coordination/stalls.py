@@ -132,10 +132,6 @@ class StallReporter:
         finally:
             self._blocks.remove(block)
 
-    def stalled_secs(self) -> float:
-        """Returns for how long the current operation has made no progress, as seen by `check`; 0 without one."""
-        return self._clock() - self._since if self._last else 0.0
-
     def check(self) -> None:
         """Checks once, and writes a line if one is due. Called by the thread, or by tests."""
         now, current = self._clock(), (self._blocks[-1] if self._blocks else self._progress())

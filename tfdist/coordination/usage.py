@@ -146,11 +146,6 @@ class SocketBytes:
             return Bytes(total.sent - self._before.sent, total.received - self._before.received)
 
 
-def by_this_process() -> int:
-    """Returns the bytes that the open TCP connections of this process have sent so far."""
-    return sum(each.sent for each in by_socket().values())
-
-
 def by_socket() -> dict[str, Bytes]:
     """Returns the bytes of each open TCP socket of this process by its inode; {} where there is no /proc."""
     found: dict[str, Bytes] = {}

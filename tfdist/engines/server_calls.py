@@ -166,7 +166,11 @@ class ServerMemory(Memory):
 
     def collect(self, states: Sequence[Kept]) -> list[list[np.ndarray]]:
         """See `Memory`: a worker that is lost has the state of the beginning."""
-        on_servers = {id(each): self._values_on_servers(each) for each in states if each.transform.where != REPLICA}
+        on_servers = {
+            id(each): [variable.numpy() for variable in self._on_servers(each)]
+            for each in states
+            if each.transform.where != REPLICA
+        }
 
         def of(worker: int) -> list[np.ndarray]:
             found: list[np.ndarray] = []
@@ -192,9 +196,6 @@ class ServerMemory(Memory):
                 elif not worker:
                     for variable, array in zip(self._on_servers(state), own, strict=True):
                         variable.assign(array)
-
-    def _values_on_servers(self, state: Kept) -> list[np.ndarray]:
-        return [variable.numpy() for variable in self._on_servers(state)]
 
     def _values_on(self, worker: int, state: Kept) -> list[np.ndarray]:
         def read() -> list[np.ndarray]:

@@ -52,14 +52,11 @@ def expected_arrivals(samples: Sequence[Sequence[float]]) -> list[float]:
     gaps = list(map(operator.sub, times, [0.0, *times]))
     # An odd number of roots of unity, more than the n + 1 values of S if n is odd: at w = -1 a factor can be zero.
     roots = len(samples) + 1 + len(samples) % 2
-    transform = [_integral(gaps, steps, sizes, cmath.exp(2j * cmath.pi * root / roots)) for root in _half(roots)]
+    # One of each pair of conjugates; the root 1 is left out.
+    half = range(1, roots // 2 + 1)
+    transform = [_integral(gaps, steps, sizes, cmath.exp(2j * cmath.pi * root / roots)) for root in half]
     exactly = [_inverse(transform, count, times[-1], roots) for count in range(len(samples))]
     return list(itertools.accumulate(exactly))
-
-
-def _half(roots: int) -> range:
-    """Returns the indices of one root of unity from each pair of conjugates; the root 1 is left out."""
-    return range(1, roots // 2 + 1)
 
 
 def _integral(gaps: list[float], steps: list[int], sizes: list[int], w: complex) -> complex:

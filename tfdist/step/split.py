@@ -338,7 +338,7 @@ class SplitTrainStep:
             if tf.is_symbolic_tensor(leaf) and leaf.graph is tf.compat.v1.get_default_graph():
                 formula = logs_of_metrics.Formula(leaf, [write.value for write in counted])
                 if formula.counts:
-                    variables = [_written_by(counted, count) for count in formula.counts]
+                    variables = [next(w.variable for w in counted if w.value is count) for count in formula.counts]
                     others = [ship(each) for each in formula.others]
                     return lambda after: formula.value(
                         [tf.convert_to_tensor(each) for each in variables], [other(after) for other in others]
@@ -507,10 +507,6 @@ class SplitTrainStep:
         after = _After([tf.math.divide_no_nan(leaf, total.weight) for leaf in total.logs])
         with keras.StatelessScope(mapping) if mapping else contextlib.nullcontext():
             return tf.nest.map_structure(lambda log: log(after), self._layout.logs)
-
-
-def _written_by(writes: Sequence[recording.Write], value: tf.Tensor) -> Any:
-    return next(write.variable for write in writes if write.value is value)
 
 
 # Computes the values that an update assigns to non-trainable variables from the values on the replicas.

@@ -106,7 +106,9 @@ def span_workers(strategy: tf.distribute.Strategy, devices_per_replica: int, num
     specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices(kind)]
     tasks = [spec.task for spec in specs if spec.job == "worker"]
     _check_servers(devices_per_replica, kind, [tasks.count(worker) for worker in range(num_workers)])
-    replicas.facts_of(strategy).parts = replicas.of_any_worker(kind, devices_per_replica)
+    # Without a job: devices of whichever worker runs a function, which is traced once for all.
+    devices = tuple(f"/device:{kind}:{index}" for index in range(devices_per_replica))
+    replicas.facts_of(strategy).parts = replicas.ReplicaDevices((devices,), hold_variables=False)
     placement.allow_placed_layers()
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist import _log
 from tfdist.compat.keras import saving
 from tfdist.coordination.usage import Usage
-from tfdist.policies.records import Change, Contribution, Update
+from tfdist.policies.records import Contribution, Update
 from tfdist.telemetry import scalar_files, summaries
 from tfdist.telemetry.recorder import RecorderSums, Times
 from tfdist.telemetry.update_log import (
@@ -73,11 +73,6 @@ class GFiles:
         with _os_errors():
             tf.io.gfile.makedirs(path)
         return True
-
-
-def files_of(path: str) -> Files:
-    """Returns the file system of a path."""
-    return GFiles() if "://" in path else LocalFiles()
 
 
 @contextlib.contextmanager
@@ -150,8 +145,8 @@ class LogSink:
                     update.contributions,
                 )
             )
-        if update.changes:
-            self._tell_changes(update.changes)
+        for change in update.changes:
+            self._tell(EventKind.POLICY_CHANGED, change.text)
         self._check_phase()
 
     def record_steps(self, updates: Updates, rows: Contributions, count: int) -> None:
@@ -209,10 +204,6 @@ class LogSink:
             self._was_warming = False
             self._tell(EventKind.PHASE_CHANGED, "the warmup phase is over: all replicas train")
 
-    def _tell_changes(self, changes: Sequence[Change]) -> None:
-        for change in changes:
-            self._tell(EventKind.POLICY_CHANGED, change.text)
-
     def _tell(self, kind: EventKind, text: str, replica: int = -1) -> None:
         writer = self.writer
         if writer is not None:
@@ -257,7 +248,7 @@ def open_log(
       max_contributions: see `LogWriter`.
       warn: see `LogWriter`.
     """
-    files = files_of(run_directory)
+    files = GFiles() if "://" in run_directory else LocalFiles()
     # All engines use the monotonic clock, whose second 0 is the start of the machine: the log counts from now on.
     zero_secs = time.monotonic()
     header = Header(

@@ -176,16 +176,6 @@ class OnDevices:
         self._devices = tuple(devices)
 
 
-def of_any_worker(kind: str, count: int) -> ReplicaDevices:
-    """Returns the parts of workers of parameter servers, of which each runs functions that are traced once for all.
-
-    Args:
-      kind: "GPU" or "CPU".
-      count: number of devices of a worker.
-    """
-    return ReplicaDevices((tuple(f"/device:{kind}:{index}" for index in range(count)),), hold_variables=False)
-
-
 def homes_of(strategy: Any, tensors: Sequence[Any]) -> list[str]:
     """Returns for each tensor the device of its part, if a strategy has replicas that span devices; else ""."""
     parts = parts_of(strategy)

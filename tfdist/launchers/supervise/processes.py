@@ -406,7 +406,7 @@ class Supervisor:
         for process in self._processes:
             process.send_signal(signum)
         deadline = time.monotonic() + timeout_secs
-        return all(_through(process, deadline) for process in self._processes)
+        return all(process.wait(max(0.0, deadline - time.monotonic())) is not None for process in self._processes)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -457,10 +457,6 @@ class _Printer:
     def _write(self, process: Process, lines: Sequence[str], error: bool) -> None:
         if self._console:
             self._console.write(f"[{process.name}] ", lines, error, self._number)
-
-
-def _through(process: Process, deadline: float) -> bool:
-    return process.wait(max(0.0, deadline - time.monotonic())) is not None
 
 
 # Tracebacks on a job's screen: each is printed whole and once, however many tasks raise it. No TensorFlow import.

@@ -122,24 +122,3 @@ def ring_all_gather_secs(size: float, participants: int, bandwidth: float, laten
 def broadcast_secs(size: float, participants: int, bandwidth: float, latency_secs: float = 0.0) -> float:
     """Returns ceil(log2 p) (a + n / B), the time of a binomial-tree broadcast of n bytes to p - 1 others."""
     return (participants - 1).bit_length() * (latency_secs + size / bandwidth)
-
-
-def parameter_server_secs(
-    size: float,
-    workers: int,
-    servers: int,
-    worker_bandwidth: float,
-    server_bandwidth: float,
-    latency_secs: float = 0.0,
-) -> float:
-    """Returns 2 a + max(2 n / B_worker, 2 n p / (S B_server)): p workers fetch and push n bytes at the same time.
-
-    Args:
-      size: n, bytes.
-      workers: p.
-      servers: S, which hold equal shares.
-      worker_bandwidth: B_worker, bytes per second of each worker's link, in each direction.
-      server_bandwidth: B_server, of each server's link.
-      latency_secs: a, of one message.
-    """
-    return 2 * latency_secs + max(2 * size / worker_bandwidth, 2 * size * workers / (servers * server_bandwidth))

@@ -111,10 +111,6 @@ def _cases(names: Sequence[str], spares: int, slow: str | None) -> dict[str, tup
 
 def _best(cases: Sequence[dict[str, Any]], workers: int, spares: int) -> str:
     """Returns a line: what to change, and what comes of it."""
-
-    def as_now(interval: dict[str, float]) -> bool:
-        return abs(interval["middle"] - 1) <= 2 * _CHANGE
-
     better = [case for case in cases if case["verdict"] == "helps"]
     if better:
         most = max(case["gradients"]["middle"] for case in better)
@@ -122,7 +118,8 @@ def _best(cases: Sequence[dict[str, Any]], workers: int, spares: int) -> str:
         best = min(better, key=lambda case: (case["gradients"]["high"] < most, case["workers"]))
     else:
         # As fast with a worker less.
-        fewer = [case for case in cases if case["workers"] < workers and as_now(case["gradients"])]
+        same = [case for case in cases if abs(case["gradients"]["middle"] - 1) <= 2 * _CHANGE]
+        fewer = [case for case in same if case["workers"] < workers]
         best = max(fewer, key=lambda case: case["gradients"]["middle"], default=None)
     if best is None:
         return f"keep {_counted(workers, 'worker')} and spares={spares}: no other number helps"
