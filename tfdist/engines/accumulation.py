@@ -97,7 +97,7 @@ class Accumulation:
             if updates:
                 optimizers.apply_accumulated(optimizer, apply, means, [variable for _, variable in pairs])
 
-        with optimizers.replaced_apply(optimizer, instead):
+        with optimizers.patched_attributes([(optimizer, "apply", instead)]):
             yield
 
     def _mean(self, place: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:

@@ -402,7 +402,7 @@ def _update_or_accumulate(optimizer: Any, grads: Gradients, variables: Sequence[
     def accumulate(grads: Gradients) -> None:
         optimizer._backend_increment_gradient_accumulators(grads, sums)
 
-    due = tf.equal((_value(iterations_of(optimizer)) + 1) % steps, 0)
+    due = tf.equal((tf.convert_to_tensor(iterations_of(optimizer)) + 1) % steps, 0)
     tf.cond(due, everywhere(update_from_sums, grads), everywhere(accumulate, grads))
 
 
@@ -421,10 +421,6 @@ def _average(optimizer: Any, everywhere: Callable) -> None:
         due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
         overwrite = everywhere(optimizer._overwrite_model_variables_with_average_value, variables)
         tf.cond(due, overwrite, lambda: tf.constant(True))
-
-
-def _value(variable: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(variable)
 
 
 def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
@@ -564,13 +560,6 @@ def find_again(optimizer: Any) -> None:
 _STEPS = "gradient_accumulation_steps"
 
 
-@contextlib.contextmanager
-def replaced_apply(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
-    """Within this block, the optimizer's `apply` is this one."""
-    with patched_attributes([(optimizer, "apply", apply)]):
-        yield
-
-
 def apply_accumulated(
     optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]
 ) -> None:
@@ -675,7 +664,7 @@ def _has_common_value(tensor: tf.Tensor, known: dict[Any, bool]) -> bool:
     if operation.type in _READS or operation.type == "Const":
         return True
     if operation.type == "Placeholder":
-        outer = next((outer for outer, inner in getattr(tensor.graph, "captures", ()) if inner is tensor), None)
+        outer = graphs.captured_by(tensor)
         return outer is not None and _is_common(outer, known)
     if operation.type == "StridedSlice" and operation.inputs[0].op.type in _SHAPES:
         return _is_other_axis(operation)

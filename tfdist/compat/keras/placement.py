@@ -17,7 +17,7 @@ from tensorflow.python.eager import backprop
 
 from tfdist.compat import patching
 from tfdist.compat.keras import layers
-from tfdist.compat.tensorflow import replicas, variables
+from tfdist.compat.tensorflow import graphs, replicas, variables
 
 NEEDS = (
     "tensorflow.python.pywrap_tfe:TFE_Py_RegisterGradientFunction",
@@ -302,13 +302,9 @@ def _home(tensor: tf.Tensor) -> str:
         tensor = operation.inputs[0]
         operation = tensor.op
     if operation.type == "ReadVariableOp" and not tensor.device:
-        tensor = _captured(operation.inputs[0])
+        outer = graphs.captured_by(operation.inputs[0])
+        tensor = operation.inputs[0] if outer is None else outer
     return tensor.device or ""
-
-
-def _captured(handle: tf.Tensor) -> tf.Tensor:
-    captures = getattr(handle.graph, "captures", ())
-    return next((outer for outer, inner in captures if inner is handle), handle)
 
 
 def _size(tensor: tf.Tensor) -> int:

@@ -433,7 +433,7 @@ def _is_common(gradient: Any) -> bool:
     seen, waiting, reduced = set[Any](), tf.nest.flatten(gradient, expand_composites=True), False
     while waiting:
         each = waiting.pop()
-        outer = _captured_as(each)
+        outer = graphs.captured_by(each)
         if outer is not None:
             waiting.append(outer)
         elif hasattr(each, _COMMON):
@@ -449,13 +449,6 @@ def _is_common(gradient: Any) -> bool:
             waiting.extend(each.op.inputs)
     # A graph of constants alone may have a worker's own data among them.
     return reduced
-
-
-def _captured_as(tensor: Any) -> Any:
-    """The tensor of an outer graph that this one stands for; None if it stands for itself."""
-    is_captured = tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder"
-    captures = getattr(tensor.graph, "captures", ()) if is_captured else ()
-    return next((outer for outer, inner in captures if inner is tensor), None)
 
 
 # Loss scaling

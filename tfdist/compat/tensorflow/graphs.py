@@ -54,6 +54,13 @@ def in_branch_or_loop() -> bool:
     return any(getattr(graph, "is_control_flow_graph", False) for graph in enclosing())
 
 
+def captured_by(tensor: Any) -> tf.Tensor | None:
+    """Returns the tensor of an outer graph that this tensor of a function's graph stands for; None if for none."""
+    is_argument = tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder"
+    captures = getattr(tensor.graph, "captures", ()) if is_argument else ()
+    return next((outer for outer, inner in captures if inner is tensor), None)
+
+
 # Tells whether a traced operation is part of a function given to a `tf.data.Dataset`, such as that of `map`.
 #
 # There is no public way: TensorFlow's public graphs don't say which construct they are the body of.
