@@ -221,7 +221,7 @@ class _Settling(keras.callbacks.Callback):
             if not hasattr(reader, _AVERAGE):
                 read = self._settling(reader)
                 # Of this one model, or None.
-                patching.put(read, _AVERAGE, patching.of(model, name))
+                patching.put(read, _AVERAGE, patching.get(model, name))
                 patching.put(model, name, read)
 
     def _settling(self, reader: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,7 +246,7 @@ class _Settling(keras.callbacks.Callback):
         """Leaves the model as it was."""
         self._engine.finish()
         for name in _READERS:
-            found = patching.of(self.model, name)
+            found = patching.get(self.model, name)
             if hasattr(found, _AVERAGE):
                 patching.remove(self.model, name)
                 if (before := getattr(found, _AVERAGE)) is not None:

@@ -220,7 +220,7 @@ def before_each(begin: Callable[[Call], None]) -> None:
     """
     follow()
     default = replicas.default_strategy()
-    if patching.of(default, "scope") is None:
+    if patching.get(default, "scope") is None:
         patching.put(default, "scope", functools.partial(_entering, default))
     layers.after_making(_note_making)
     _listeners.add(begin)

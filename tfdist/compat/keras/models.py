@@ -57,7 +57,7 @@ def leave_building_to_strategy(model: keras.Model) -> None:
 
     It is called with the model, the distributed data set of the call or a batch, and the name of the step.
     """
-    if patching.of(model, _BUILD) is None:
+    if patching.get(model, _BUILD) is None:
         patching.put(model, _BUILD, functools.partial(_build_by_strategy, weakref.ref(model)))
 
 
