@@ -138,6 +138,32 @@ with strategy.scope():
     memory = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     raises("takes .* GB, .* GB on each of 2 parameter servers. Of", keras.layers.Embedding(memory // 256, 64).build)
 """
+# Under optimizers that need the whole table, and in functions that are computed again.
+WHOLE = """
+strategy = tfdist.ParameterServerStrategy(num_workers=1, num_ps=2, policies=[tfdist.BackupWorkers(spares=0)],
+    variable_partitioner=tfdist.ShardedTables(min_bytes=1024))
+for optimizer in (lambda: O.Adafactor(0.05), lambda: O.Lamb(0.01), lambda: O.Muon(0.01, exclude_embeddings=False)):
+    found = trained(strategy, optimizer, SOME)
+    assert hasattr(found.layers[1].embeddings.value, "variables")
+    same(found.get_weights(), trained(one, lambda: dense(optimizer()), SOME).get_weights())
+class Recomputed(keras.layers.Layer):
+    def __init__(self, around):
+        super().__init__()
+        self.table, self.around = keras.layers.Embedding(48, 8), around
+    def build(self, shape):
+        self.table.build(shape)
+    def call(self, ids):
+        return self.around(lambda given: self.table(given))(ids)
+def recomputed(around):
+    with strategy.scope():
+        layers = [Recomputed(around), keras.layers.Flatten(), keras.layers.Dense(1)]
+        made = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        made.compile("sgd", "mse")
+    made.fit(SOME, TARGETS, batch_size=16, verbose=0)
+recomputed(lambda function: function)
+for around in (tf.recompute_grad, keras.remat):
+    raises("keras.remat, can't take gradients of a variable in shards", recomputed, around)
+"""
 LAZY = """
 class LazyAdam(O.Adam):
     # The formula of docs/large_models.md, written out.
@@ -167,6 +193,11 @@ assert hasattr(found.layers[1].embeddings.value, "variables") == SHARDED
 
 def test_tables_in_shards_train_save_and_restore_as_on_one_device(tmp_path: pathlib.Path) -> None:
     with programs.running(MODEL + DENSE, tmp_path) as program:
+        assert program.wait(280) == 0, program.output
+
+
+def test_tables_in_shards_are_put_together_or_refused(tmp_path: pathlib.Path) -> None:
+    with programs.running(MODEL + WHOLE, tmp_path) as program:
         assert program.wait(280) == 0, program.output
 
 

@@ -217,6 +217,13 @@ class _Watched:
         self.handle = handle
         self.trainable = trainable
 
+    def ref(self) -> Any:
+        """Raises ValueError: a recomputed function has its gradients returned by variable."""
+        raise ValueError(
+            "tf.recompute_grad, and keras.remat, can't take gradients of a variable in shards; leave the layer that "
+            "reads it out of what is computed again. Received: a function that reads one"
+        )
+
 
 # Gives variables of several replicas `int()`, `float()`, `complex()` and `np.array()`, as other variables have them.
 #
