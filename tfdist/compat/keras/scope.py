@@ -181,8 +181,9 @@ def _remember_scope(layer: keras.Layer) -> None:
 def _around_building(made_in: weakref.ref[tf.distribute.Strategy]) -> contextlib.AbstractContextManager:
     strategy = made_in()
     redirect = replicas.facts_of(strategy).redirect
-    is_elsewhere = redirect is not None and tf.distribute.get_strategy() is not strategy
-    return redirect(strategy) if is_elsewhere else contextlib.nullcontext()
+    if redirect is None or tf.distribute.get_strategy() is strategy:
+        return contextlib.nullcontext()
+    return redirect(strategy)
 
 
 # Gives replicas the seed generator of the thread that runs them, for `keras.random` without a seed.
