@@ -7,6 +7,7 @@ import threading
 
 import keras
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tfdist.compat.tensorflow import replicas
@@ -45,3 +46,16 @@ def test_steps_that_two_threads_trace_do_not_change_each_other_s_flag():
     is_left.set()
     thread.join(20)
     assert not replicas.facts_of(strategy).counts_as_one_replica
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch_rows", "share"), [(0, None, 0.0), (3, None, 0.5), (0, 4, 0.0), (3, 4, 0.75), (0, 0, 0.0)]
+)
+def test_share_of_a_part_is_that_of_its_examples(examples: int, batch_rows: int | None, share: float):
+    total = None if batch_rows is None else tf.constant(batch_rows, tf.int64)
+    assert float(losses.share_of_batch(tf.zeros([examples, 2]), total, 2)) == share
+
+
+def test_share_of_parts_of_one_known_size_is_no_tensor():
+    traced = tf.function(lambda batch: tf.constant(losses.share_of_batch(batch, tf.size(batch, tf.int64), 4) == 0.25))
+    assert bool(traced(tf.zeros([3, 2])))
