@@ -577,3 +577,9 @@ def test_each_row_that_says_works_is_shown_by_a_test() -> None:
 def test_no_page_names_a_place_on_one_machine() -> None:
     for page in PAGES:
         assert not re.search(r"/(?:home|root|Users|work)/", _text(page)), _id(page)
+
+
+def test_troubleshooting_has_a_row_for_each_warning_of_python() -> None:
+    found = sum(path.read_text().count("warnings.warn(") for path in (ROOT / "tfdist").rglob("*.py"))
+    table = _text(ROOT / "docs" / "troubleshooting.md").split("| Text | Said of |\n|---|---|\n")[1].split("\n\n")[0]
+    assert len(table.splitlines()) == found
