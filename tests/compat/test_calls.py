@@ -177,7 +177,7 @@ def test_a_function_put_in_place_of_make_train_function_is_known(strategy: Any, 
         return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(calls.TRAINER, "make_train_function", timed)
-    functions.ask_strategies()
+    functions.ask_strategies("train")
     monkeypatch.setattr(type(strategy), "function_of", lambda self, model, kind, made: asked.append(kind) or made)
     _model(strategy).fit(X, Y, verbose=0)
     assert asked == ["train"]

@@ -294,7 +294,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     saving.clear_tasks()
     remember_lines()
     calls.before_each(strategy._before_call)
-    train_functions.ask_strategies()
+    train_functions.ask_strategies("train")
     replicas.give_keys(strategy)
     build_in_scope(strategy, scope.redirected)
     saving.wait_for_variables()

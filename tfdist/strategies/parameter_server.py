@@ -175,7 +175,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         graphs.leave_library()
         saving.clear_tasks()
         calls.before_each(self._before_call)
-        train_functions.ask_strategies()
+        train_functions.ask_strategies("train", "test", "predict")
 
     def _start_engine(self, data_sharding: str, transfer: str, stall_timeout_secs: float) -> None:
         """Starts the engine that runs all functions on the workers."""

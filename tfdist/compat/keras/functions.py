@@ -24,13 +24,13 @@ from tfdist.compat import patching
 from tfdist.compat.keras import calls
 
 
-def ask_strategies() -> None:
-    """From now on Keras asks `function_of` of a model's strategy, if it has such a method, for its functions.
+def ask_strategies(*kinds: str) -> None:
+    """From now on Keras asks `function_of` of a model's strategy, if it has one, for its functions of these kinds.
 
     It is called with the model, "train", "test" or "predict", and the function that Keras has made. What it returns
     makes an execution: of an iterator, whose logs it returns, or for "predict" of a list of batches.
     """
-    for kind in ("train", "test", "predict"):
+    for kind in kinds:
         patching.once(calls.TRAINER, f"make_{kind}_function", _asking(kind))
 
 

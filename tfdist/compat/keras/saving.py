@@ -178,6 +178,16 @@ def announced_save(strategy: Any, path: str) -> Iterator[None]:
     _listeners.call(strategy, path, began, time.monotonic() - began)
 
 
+# Called with a model before Keras writes its files.
+_preparing: list[Callable[[Any], None]] = []
+
+
+def before_saves(prepare: Callable[[Any], None]) -> None:
+    """Calls `prepare` with a model before Keras writes its files, from now on."""
+    _wrap_writers()
+    _preparing.append(prepare)
+
+
 def _wrap_writers() -> None:
     for owner, name, call in _WRITERS:
         patching.once(owner, name, _wrap_writer(call))
@@ -186,6 +196,8 @@ def _wrap_writers() -> None:
 def _wrap_writer(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            for prepare in _preparing:
+                prepare(model)
             if not isinstance(filepath, str | os.PathLike):
                 return original(model, filepath, *args, **kwargs)
             with announced_save(getattr(model, "distribute_strategy", None), os.fspath(filepath)):

@@ -21,7 +21,7 @@ from tensorflow.python.checkpoint import functional_saver, tensor_callable
 from tensorflow.python.training.saving import saveable_object_util
 
 from tfdist.compat import patching
-from tfdist.compat.keras import optimizers
+from tfdist.compat.keras import optimizers, saving
 from tfdist.compat.tensorflow import variables
 
 NEEDS = (
@@ -37,6 +37,7 @@ NEEDS = (
     "keras.src.saving.saving_lib:H5IOStore.__getitem__",
     "keras.src.saving.saving_lib:H5IOStore.__setitem__",
     "keras.src.saving.saving_lib:H5IOStore._h5_entry_group",
+    "keras.src.saving.saving_lib:is_memory_sufficient(model)",
     "keras.src.saving.saving_lib:safe_get_h5_dataset",
     "tensorflow.python.checkpoint.functional_saver:_single_shard_restore(file_prefix, shardable_tensors, options)",
     "tensorflow.python.checkpoint.sharding.sharding_util:ShardableTensor._tensor_save_spec",
@@ -331,9 +332,9 @@ def _rows(table: Any, indices: Any) -> Any:
 # Saves variables in shards to `.keras` and `.weights.h5` files, and loads them, a block of rows at a time.
 #
 # There is no public way: Keras turns each variable into an array before it writes it, and reads each array whole. It
-# makes the file in memory where there is four times as much. The files are the same as those of a model without shards:
-# a data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large array
-# for any other variable is read when it is assigned.
+# makes the file in memory where there seems to be enough. The files are the same as those of a model without shards: a
+# data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large array for
+# any other variable is read when it is assigned.
 
 
 class Rows(Protocol):
@@ -391,7 +392,8 @@ def save_in_shards(has_shards: Callable[[Any], bool]) -> None:
 
     patching.once(saving_lib.H5IOStore, "__setitem__", _saving(rows_of))
     patching.once(saving_lib.H5IOStore, "__getitem__", _reading)
-    patching.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots(rows_of))
+    patching.once(saving_lib, "is_memory_sufficient", _on_disk(rows_of))
+    saving.before_saves(_save_slots_in_blocks)
 
 
 def _saving(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
@@ -429,6 +431,16 @@ def _reading(original: Any) -> Any:
     return get
 
 
+def _on_disk(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def is_memory_sufficient(model: Any) -> bool:
+            return all(rows_of(variable) is None for variable in model.variables) and original(model)
+
+        return is_memory_sufficient
+
+    return wrap
+
+
 def _assign(variable_of: Callable[[], Any], value: Any) -> Any:
     variable = variable_of()
     if not isinstance(value, StoredArray) or tuple(variable.shape) != value.shape:
@@ -454,19 +466,16 @@ def _export(variable_of: Callable[[], Any], object_map: Any, tensor_map: Any, op
 _METHODS = {"assign": _assign, "_export_to_saved_model_graph": _export}
 
 
-def _saving_slots(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def save_own_variables(optimizer: Any, store: Any) -> None:
-            if all(rows_of(variable) is None for variable in optimizer.variables):
-                return original(optimizer, store)
-            # As Keras does, but without an array of each.
-            for index, variable in enumerate(optimizer.variables):
-                store[str(index)] = variable
-            return None
+def _save_slots_in_blocks(model: Any) -> None:
+    for optimizer in optimizers.parts_of(model.optimizer) if getattr(model, "optimizer", None) else ():
+        if any(_has_shards(variables.tf_variable(variable)) for variable in optimizer.variables):
+            patching.put(optimizer, "save_own_variables", functools.partial(_save_slots, weakref.ref(optimizer)))
 
-        return save_own_variables
 
-    return wrap
+def _save_slots(optimizer_of: Callable[[], Any], store: Any) -> None:
+    # As Keras does, but without an array of each.
+    for index, variable in enumerate(optimizer_of().variables):
+        store[str(index)] = variable
 
 
 # Saves and restores a variable in slices, each of which is read from the checkpoint when the one before is written.
