@@ -80,7 +80,12 @@ def test_worker_that_ended_after_all_had_parted_has_the_cause(how: str, awaited:
     for ended in (ended_by(how, cause), f"worker:0 ended with RuntimeError: {cause}"):
         others = [WorkerStatus("worker:0", ended=ended), WorkerStatus("worker:2", ended=HAS_ENDED)]
         # A worker whose collective has failed does not know its own part any more.
-        assert verdict(WorkerStatus("worker:1", "model.fit"), others, awaited) == cause
+        own = WorkerStatus("worker:1", "model.fit")
+        assert verdict(own, others, awaited) == cause
+        # It was raised already, and the next wait can't end for another reason.
+        again = verdict(own, others, awaited, known=cause)
+        assert again and again != cause and "worker:0" in again
+        assert ("which ha" in again) is (ended.startswith(HAS_ENDED))
 
 
 def test_end_after_another_reason_is_published_as_it_is():

@@ -84,18 +84,20 @@ class WorkerStatus:
         return cls(task, **{**fields, "log": {int(number): what for number, what in fields["log"].items()}})
 
 
-def verdict(own: WorkerStatus, others: Sequence[WorkerStatus], awaited: Sequence[str]) -> str | None:
+def verdict(own: WorkerStatus, others: Sequence[WorkerStatus], awaited: Sequence[str], known: str = "") -> str | None:
     """Returns why this worker's wait can't end, in one line; None if it may end.
 
     Args:
       own: state of this worker, which waits.
       others: current states of the others, as far as they are known.
       awaited: names of the tasks that this worker waits for.
+      known: why an earlier wait of this worker could not end; "" if there is none.
     """
     ended = [state for state in others if state.ended and state.task in awaited]
     # That the workers parted is the cause, of which the end of the one that saw it first is a consequence.
-    if cause := next(filter(None, (PARTED.search(state.ended) for state in ended)), None):
-        return cause.group()
+    causes = [cause.group() for state in ended if (cause := PARTED.search(state.ended))]
+    if causes and causes[0] != known:
+        return causes[0]
     if ended:
         return _of_ended(own, ended)
     states = [own, *others]
@@ -140,7 +142,7 @@ def never(own: WorkerStatus, reasons: Mapping[str, str]) -> str:
 
 
 def _of_ended(own: WorkerStatus, ended: Sequence[WorkerStatus]) -> str:
-    failed = {state.task: state.ended for state in ended if state.ended != HAS_ENDED}
+    failed = {state.task: state.ended for state in ended if not state.ended.startswith(HAS_ENDED)}
     if failed:
         return never(own, failed)
     names = " and ".join(state.task for state in ended)

@@ -357,7 +357,7 @@ class Agreement:
         own = WorkerStatus(str(self.task), self._main_call())
         if isinstance(error, tf.errors.OpError) and (told := worker_states.PARTED.search(str(error))):
             # The worker that saw it first has aborted the collectives, and says so before it ends.
-            return RuntimeError(told.group())
+            return self._watch.noted(told.group())
         if isinstance(error, tf.errors.OpError) and _MISMATCH.search(str(error)):
             return RuntimeError(worker_states.mismatch(own))
         # Keras puts some errors into the text of its own.
@@ -569,8 +569,8 @@ class Agreement:
         with contextlib.suppress(ConnectionError):
             # Storing has no time limit.
             if self._service_answers():
-                ended = worker_states.ended_by(how, self._watch.shown_reason)
-                self._watch.post(WorkerStatus(str(self.task), ended=ended))
+                reason = self._watch.known if time.monotonic() < self._watch.shown_until else ""
+                self._watch.post(WorkerStatus(str(self.task), ended=worker_states.ended_by(how, reason)))
 
     def close(self) -> None:
         """Ends the threads, after which this worker makes no more calls; may be called again."""
@@ -628,8 +628,8 @@ class _Watch:
         self._idleness = stalls.Idleness()
         self._token, self._since = -1, 0.0
         self._has_aborted = False
-        # Until when a wait that can't end stays published, though an exception has ended it; and why it can't.
-        self._shown_until, self._reason = 0.0, ""
+        # Until when a wait that can't end stays published; and, if the workers had parted, why: no later wait's cause.
+        self.shown_until, self.known = 0.0, ""
         # The main thread posts the end.
         self._posting, self._has_ended = threading.Lock(), False
         self._beat, self._is_posted, self._looks = 0, False, 0
@@ -687,20 +687,20 @@ class _Watch:
         """
         names = [str(task) for task in awaited]
         ended = [state for task in names if (found := self.read(task)) and (state := found[1]).ended]
-        reason = worker_states.verdict(own, ended, names)
+        reason = worker_states.verdict(own, ended, names, self.known)
         lost = {} if reason else {task: text for task, text in self._agreement.lost().items() if task in names}
         if not reason and not lost:
             lost = dict.fromkeys(self._agreement.gone(awaited), worker_states.LOST)
         if lost:
             reason = worker_states.never(own, lost)
-        if not reason:
-            return None
-        return RuntimeError(reason) if worker_states.PARTED.match(reason) else ConnectionError(reason)
+        return self.noted(reason) if reason else None
 
-    @property
-    def shown_reason(self) -> str:
-        """Why the wait that is still published can't end; "" if there is none."""
-        return self._reason if time.monotonic() < self._shown_until else ""
+    def noted(self, reason: str) -> Exception:
+        """Returns the exception for a wait that can't end; that the workers have parted is noted."""
+        if not worker_states.PARTED.match(reason):
+            return ConnectionError(reason)
+        self.known = reason
+        return RuntimeError(reason)
 
     def _run(self) -> None:
         every = max(_LOOK_EVERY_SECS, len(self._others) / _WORKERS_PER_LOOK)
@@ -718,7 +718,7 @@ class _Watch:
             own = dataclasses.replace(own, blocked_secs=time.monotonic() - self._since - self._idle_secs)
         if own.blocked_secs < _LOOK_AFTER_SECS:
             self._read.clear()
-            if time.monotonic() < self._shown_until:
+            if time.monotonic() < self.shown_until:
                 return
             if self._is_posted:
                 self.post(dataclasses.replace(own, blocked_secs=0.0))
@@ -731,10 +731,10 @@ class _Watch:
         if error is None:
             return
         # The others may look later, and must still see this wait to end theirs, if the program catches the error.
-        self._shown_until, self._reason = time.monotonic() + _SHOWN_SECS, str(error)
+        self.shown_until = time.monotonic() + _SHOWN_SECS
         if not in_collective and wait is not None:
             # Of this wait only: if it has ended meanwhile, the reason must not end another one.
-            wait.failure = error
+            wait.failure = wait.failure or error
         elif in_collective and not self._has_aborted:
             self._has_aborted = True
             self._agreement.abort(error)
@@ -745,7 +745,7 @@ class _Watch:
             self.post(own)
             self._is_posted = True
         reason = worker_states.verdict(own, self.states(), ())
-        return RuntimeError(reason) if reason else self.loss(own, awaited)
+        return self.noted(reason) if reason else self.loss(own, awaited)
 
     def _blocked_frame(self) -> FrameType | None:
         """Returns the main thread's frame if it has been blocked in TensorFlow and the process idle for a while."""
