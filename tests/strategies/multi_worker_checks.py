@@ -21,6 +21,7 @@ import tensorflow as tf
 from training import OPTIMIZERS, X, Y, assert_close, dense_model
 
 import tfdist
+from tfdist.compat.tensorflow import context
 
 CALLBACKS = keras.callbacks
 NUMBERS = np.arange(21, dtype=np.float32)[:, None]
@@ -211,6 +212,10 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(strategy: Any, do
         (lambda: with_policy(pairs().batch(4), "OFF" if index() else "AUTO"), "must be given the same data set"),
         (lambda: pairs().take(20 + index()).batch(4), "must be given the same data set"),
         (lambda: pairs().shuffle(40, seed=index()).batch(4), "shuffle in different orders.* seeds .*/1 on worker:1"),
+        (
+            lambda: pairs().filter(lambda x, y: tf.random.uniform([], seed=index()) < 1).batch(4),
+            "shuffle in different orders.*/1 on worker:1",
+        ),
         (lambda: pairs().shard(2, index()).take(10).batch(4), "x in place of .* examples of checksum"),
         (lambda: tf.data.Dataset.from_tensor_slices([NUMBERS[index() : 20 : 2]] * 2).batch(4), "examples of checksum"),
         (lambda: tf.data.TextLineDataset([f"{index()}.txt"]).batch(4).map(lambda x: (x, x)), "examples of checksum"),
@@ -219,6 +224,22 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(strategy: Any, do
             doubling.fit(make(), verbose=0)
     with pytest.raises(ValueError, match=r"^dataset: .*examples of checksum"):
         doubling.predict(NUMBERS[index() : 20 : 2], verbose=0)
+    # Keras shuffles arrays by the global seed.
+    before = context.global_seed()
+    tf.random.set_seed(index())
+    try:
+        with pytest.raises(
+            ValueError, match=r"^dataset: .*set_random_seed, or .*global and own seeds 0/.*, 1/.* worker:1"
+        ):
+            doubling.fit(NUMBERS, NUMBERS, batch_size=4, verbose=0)
+    finally:
+        tf.random.set_seed(before)
+    own, steps = NUMBERS[index() : 20 : 2], []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    for validation in ((own, own), tf.data.Dataset.from_tensor_slices((own, own)).batch(4)):
+        with pytest.raises(ValueError, match=r"^dataset: .*worker:0: validation_data: examples of checksum"):
+            doubling.fit(NUMBERS, NUMBERS, batch_size=4, verbose=0, validation_data=validation, callbacks=[count])
+    assert not steps
     endless = pairs().batch(4).repeat() if index() else pairs().batch(4)
     with pytest.raises(ValueError, match=r"must have an end, or none.*Received: endless on worker:1 only"):
         strategy.distribute_datasets_from_function(lambda _: endless)

@@ -177,6 +177,13 @@ def fingerprint_of(function: Any) -> str:
     return _fingerprint(graph) + (f" {numbers}" if numbers else "")
 
 
+def seeds_of(function: Any, operations: str) -> list[str]:
+    """Returns the two seeds, as one text, of each operation of a concrete function whose name begins like this."""
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
+    return [f"{node.attr['seed'].i}/{node.attr['seed2'].i}" for node in nodes if node.op.startswith(operations)]
+
+
 def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
     """The data set that `DatasetGraph.serialize` wrote."""
     return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)

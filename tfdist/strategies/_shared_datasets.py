@@ -18,13 +18,16 @@ from tfdist import _log
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import inputs
 from tfdist.engines.agreement import Agreement
-from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of
+from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of, seeds_of
 from tfdist.passes.handle import DistributedDataset
 from tfdist.strategies import _shared_calls
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 # So many rows of an array tell it from another one's share.
 _ROWS = 16
+# Policies by which the workers deal out the batches.
+_DEALT = (_POLICY.AUTO, _POLICY.DATA)
+
 _UNORDERED = (
     "each worker has other examples, so predictions would not be in the order of the input; give all workers the same "
     "data set, without shard and without the option"
@@ -37,8 +40,8 @@ _OTHER_FUNCTIONS = (
 )
 _MAY_DIFFER = "Functions that leave the examples as they are may differ"
 _OTHER_ORDERS = (
-    "the workers shuffle in different orders, so that an epoch would have some examples twice and others never; call "
-    "dataset.shuffle(..., seed=...) with the same seed on all workers"
+    "the workers shuffle in different orders: an epoch would have some examples twice and others never; give all "
+    "of them the same seed in keras.utils.set_random_seed, or tf.random.set_seed, and in dataset.shuffle(..., seed=...)"
 )
 _OTHER_EXAMPLES = (
     "dataset: the Python generators, or PyDatasets, of {own} and {others} return different examples. Of each batch of "
@@ -87,7 +90,8 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
             "tf.data.experimental.SHARD_HINT) all workers would use the same examples; leave the option away"
         )
     content = _content(dataset) if policy == _POLICY.OFF else _Content()
-    traits = [*_spec(dataset.element_spec), f"{int(dataset.cardinality())} batches", *_checksums(dataset)]
+    traits = [*_spec(dataset.element_spec), f"{int(dataset.cardinality())} batches", *_validation_checksums()]
+    traits += _checksums(dataset)
     functions = [] if policy == _POLICY.OFF else _functions(dataset)
     generated = inputs.generated_of(dataset)
     own = [f"AutoShardPolicy.{policy.name}", traits, functions, [_orders(dataset), len(generated)], *content]
@@ -113,8 +117,8 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
         return Division.TENSORFLOW
     orders = {task: orders for task, (_, _, _, (orders, _), *_) in found.items()}
     if len(set(map(tuple, orders.values()))) > 1:
-        shown = ", ".join(f"seeds {' and '.join(each) or 'of no shuffle'} on {task}" for task, each in orders.items())
-        raise ValueError(f"dataset: {_OTHER_ORDERS}. Received: {shown}")
+        shown = ", ".join(f"{' and '.join(each) or 'no shuffle'} on {task}" for task, each in orders.items())
+        raise ValueError(f"dataset: {_OTHER_ORDERS}. Received: global and own seeds {shown}")
     return Division.DEALT
 
 
@@ -283,9 +287,25 @@ def _checksums(dataset: tf.data.Dataset) -> list[str]:
     return [*own, *(text for source in inputs.inputs_of(dataset) for text in _checksums(source))]
 
 
+def _validation_checksums() -> list[str]:
+    """Returns checksums of the validation data of the `fit` that begins: they would be compared after its first epoch.
+
+    Those of data sets that TensorFlow, or the user, shards by a policy are left out.
+    """
+    fit = calls.iterating_fit()
+    given = None if fit is None else fit.arguments.get("validation_data")
+    if isinstance(given, tf.data.Dataset):
+        policy = given.options().experimental_distribute.auto_shard_policy
+        return [f"validation_data: {text}" for text in _checksums(given)] if policy in _DEALT else []
+    arrays = [tf.convert_to_tensor(_some_rows(each)) for each in tf.nest.flatten(given) if isinstance(each, np.ndarray)]
+    return [f"validation_data: examples of checksum {_checksum(arrays)}"] if arrays else []
+
+
 def _orders(dataset: tf.data.Dataset) -> list[str]:
-    """Returns the seeds by which a data set and its sources shuffle."""
-    own = inputs.seeds_of_dataset(dataset)
+    """Returns the seeds by which a data set and its sources shuffle, as Keras does arrays, or choose elements."""
+    drawing = "Random" if inputs.is_filter(dataset) else "RandomShuffle"
+    functions = inputs.functions_of_dataset(dataset)
+    own = [*inputs.seeds_of_dataset(dataset), *(seeds for each in functions for seeds in seeds_of(each, drawing))]
     return [*own, *(text for source in inputs.inputs_of(dataset) for text in _orders(source))]
 
 
@@ -327,15 +347,21 @@ def _say_generated_differ(generated: Sequence[inputs.FirstElements], agreement: 
         first.listen(compared_at(f"{place}/{index}"))
 
 
+def _some_rows(array: Any) -> Any:
+    """Returns rows from all parts of a NumPy array or a tensor."""
+    if not len(array.shape) or (count := int(array.shape[0])) <= _ROWS:
+        return array
+    rows = np.linspace(0, count - 1, _ROWS, dtype=np.int64)
+    return array[rows] if isinstance(array, np.ndarray) else tf.gather(array, rows)
+
+
 def _checksum(values: Sequence[tf.Tensor]) -> str:
     """Returns a checksum of some rows of arrays, and of the names of files, whose directories may differ."""
     digest = hashlib.blake2b(digest_size=4)
     for value in values:
         if value.dtype in (tf.variant, tf.resource):
             continue
-        if value.shape.rank and (count := int(value.shape[0])) > _ROWS:
-            value = tf.gather(value, np.linspace(0, count - 1, _ROWS, dtype=np.int64))
-        array = value.numpy()
+        array = _some_rows(value).numpy()
         if value.dtype == tf.string:
             array = [text.rpartition(b"/")[2] for text in np.ravel(array)]
         digest.update(repr(array).encode() if isinstance(array, list) else np.ascontiguousarray(array).tobytes())
