@@ -91,11 +91,14 @@ def test_a_lost_host_is_the_cause_not_its_survivor(monkeypatch, code):
     assert outcome.orphan_secs == ssh_task.ORPHAN_SECS
 
 
-@pytest.mark.parametrize("code", [1, requests.TRY_AGAIN_EXIT_CODE])
-def test_without_a_lost_host_the_first_failure_decides(monkeypatch, code):
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [(1, "failed first (exit code 1)"), (75, "was preempted, and the work is saved (exit code 75)")],
+)
+def test_without_a_lost_host_the_first_failure_decides(monkeypatch, code, cause):
     outcome, lines, _ = attempt(monkeypatch, {}, worker_0=code)
     assert (outcome.code, outcome.failed.name, outcome.orphan_secs) == (code, "worker:0", 0.0)
-    assert lines == [f"worker:0 failed first (exit code {code}); all tasks have ended"]
+    assert lines == [f"worker:0 {cause}; all tasks have ended"]
 
 
 @pytest.mark.parametrize("code", requests.HOPELESS_EXIT_CODES)

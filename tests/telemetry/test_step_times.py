@@ -190,7 +190,7 @@ def test_replicas_that_wait_for_one_input_are_alike(cpus: list[str]) -> None:
 
 @pytest.mark.devices
 def test_launchers_add_telemetry_to_a_fit(
-    cpus: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    cpus: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TFDIST_TELEMETRY", str(tmp_path / "logs"))
     strategy = tfdist.MirroredStrategy(cpus[:2])
@@ -200,6 +200,7 @@ def test_launchers_add_telemetry_to_a_fit(
         model.compile("sgd", "mse")
     model.fit(X, Y, verbose=0)
     assert (tmp_path / "logs" / "policy" / "updates").is_dir()
+    assert capsys.readouterr().err.count(f"tfdist watch {tmp_path / 'logs'}") == 1
     own = tfdist.callbacks.Telemetry(tmp_path / "own")
     model.fit(X, Y, verbose=0, callbacks=own)
     assert (tmp_path / "own" / "policy" / "updates").is_dir()

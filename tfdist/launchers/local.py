@@ -162,7 +162,7 @@ def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None
     flags.DEFINE_float(
         "restart_backoff_secs", 1.0, "seconds before the first restart; doubles each time", flag_values=values
     )
-    preemption_help = f"restarts of all tasks after one ended with code {TRY_AGAIN_EXIT_CODE}"
+    preemption_help = f"restarts of all tasks after a preemption (code {TRY_AGAIN_EXIT_CODE})"
     flags.DEFINE_integer("max_preemptions", 100, preemption_help, flag_values=values)
     worker_help = "restarts in a row of a worker that fails, before it is given up"
     flags.DEFINE_integer("max_worker_restarts", 3, worker_help, flag_values=values)

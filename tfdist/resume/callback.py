@@ -218,7 +218,9 @@ class Resume(keras.callbacks.Callback):
         """Saves, and ends the program."""
         self._save()
         self._others.saved()
-        name = signal.Signals(self._signals.received).name if self._signals.received else "another worker's signal"
+        name = f"{self._others.asked_by or 'another worker'} received a signal"
+        if self._signals.received:
+            name = signal.Signals(self._signals.received).name
         self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {TRY_AGAIN_EXIT_CODE}")
         self._close()
         distribution = checkpoint.distribution_of(self.model)

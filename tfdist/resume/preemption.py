@@ -116,7 +116,13 @@ class Signals:
 
 
 class Alone:
-    """Preemption of a single process. `Together` implements the same methods for several workers."""
+    """Preemption of a single process. `Together` implements the same methods for several workers.
+
+    Attributes:
+      asked_by: name of the other worker that has received a signal; "" if none is known.
+    """
+
+    asked_by = ""
 
     def is_due(self, step: int, is_requested: bool, is_synchronized: Callable[[], bool]) -> bool:
         """Returns True if the program must save and end after this step.
@@ -169,7 +175,7 @@ class Together(Alone):
             self._channel.publish(self._key("request"), str(self._channel.task))
         elif self._last_step is None:
             self._last_step = step + 1
-            self._channel.publish(self._key("last"), str(self._last_step))
+            self._channel.publish(self._key("last"), f"{self._last_step} {self.asked_by or self._channel.task}")
             late = self._await_all("acknowledged", _ANSWER_SECS)
             if late:
                 self._say(f"{', '.join(late)} have not answered that training ends; waiting for them")
@@ -229,12 +235,14 @@ class Together(Alone):
         """Reads messages in a thread of its own, because the main thread may be blocked inside a step."""
         with contextlib.suppress(ConnectionError):
             if self._channel.is_chief:
-                if self._receive("request") is not None:
+                if (asking := self._receive("request")) is not None:
+                    self.asked_by = asking
                     self._is_asked.set()
                 return
-            last = self._receive("last")
-            if last is None:
+            found = self._receive("last")
+            if found is None:
                 return
+            last, self.asked_by = found.split()
             self._last_step = int(last)
             self._channel.publish(self._key(f"acknowledged/{self._channel.task}"), "1")
             # A worker that waits for the chief outside of a step never reaches the last step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import os
 import secrets
@@ -13,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _log
 from tfdist.compat.keras import calls
 from tfdist.coordination.usage import Sampler, Usage
 from tfdist.engines.agreement import Agreement
@@ -215,8 +217,16 @@ def _add_telemetry() -> None:
         return
 
     def added(model: Any, callbacks: Sequence[Any]) -> list[Any]:
-        is_ours = isinstance(getattr(model.distribute_strategy, "distribution", None), Distribution)
+        distribution = getattr(model.distribute_strategy, "distribution", None)
         has_one = any(isinstance(each, Telemetry) for each in callbacks)
-        return [Telemetry(directory)] if is_ours and not has_one else []
+        if has_one or not isinstance(distribution, Distribution):
+            return []
+        if distribution.replicas is None or 0 in distribution.replicas:
+            say_where()
+        return [Telemetry(directory)]
+
+    @functools.cache
+    def say_where() -> None:
+        _log.say(f"telemetry is written to {directory}; to see it: tfdist watch {directory}")
 
     calls.add_to_fit(added)

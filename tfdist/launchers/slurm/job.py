@@ -185,7 +185,8 @@ class BatchJob:
         for task in verdict.lost:
             _log.say(f"{task} left no exit code: its wrapper was killed")
         if verdict.task and not verdict.lost:
-            _log.say(f"{verdict.task} failed first (exit code {verdict.code})")
+            how = "was preempted, and the work is saved" if verdict.is_preempted else "failed first"
+            _log.say(f"{verdict.task} {how} (exit code {verdict.code})")
         fields = _fields(self._number)
         if fields.get("JobState", "RUNNING") != "RUNNING":
             return verdict.code  # The job was cancelled; a requeue would start it again.

@@ -120,7 +120,7 @@ class Attempt:
             self._look_for_lost_hosts(self._failed)
         if self._failed is not None and self._undecided and not self._received and self._supervisor.running:
             # Before what the others print because they miss this task; the same again is the last line.
-            self._say(f"{self._failed.name} failed first ({self._how_with_host(self._failed)}); ending all tasks")
+            self._say(f"{self._cause(self._failed)}; ending all tasks")
         if self._received:
             return AttemptOutcome(self._end_interrupted(self._received[0]))
         self._end([signal.SIGTERM])
@@ -277,10 +277,16 @@ class Attempt:
             )
         tracebacks = self._supervisor.tracebacks
         several = [f"the same {kind} in {self._named(names)}" for kind, names in tracebacks.raised_by_several()]
+        if failed.returncode == TRY_AGAIN_EXIT_CODE:
+            return [*several, f"{self._cause(failed)}; {ended}"]
         # Exceptions of tasks are on the screen already.
         last = [] if tracebacks.has_raised(failed.name) and not failed.is_muted else _last_lines(failed)
-        how = self._how_with_host(failed)
-        return [*several, *last, f"{failed.name} failed first ({how}); {ended}{self._advice(failed)}"]
+        return [*several, *last, f"{self._cause(failed)}; {ended}{self._advice(failed)}"]
+
+    def _cause(self, failed: Process) -> str:
+        if failed.returncode == TRY_AGAIN_EXIT_CODE:
+            return f"{failed.name} was preempted, and the work is saved (exit code {TRY_AGAIN_EXIT_CODE})"
+        return f"{failed.name} failed first ({self._how_with_host(failed)})"
 
     def _named(self, names: Sequence[str]) -> str:
         if len(names) < len(self._tasks):
