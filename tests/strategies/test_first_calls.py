@@ -39,7 +39,7 @@ def test_weights_made_outside_of_the_scope_are_named(strategy: Any) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), dense])
         model.compile("sgd", "mse")
-    message = r"under .with strategy\.scope.*variable 'outside/kernel', made outside of it"
+    message = r"under .with strategy\.scope.*variable 'outside/kernel', made outside of it at test_first_calls\.py:\d+$"
     with pytest.raises(ValueError, match=message):
         model.fit(first_call_models.X, first_call_models.Y, verbose=0)
     # In a loop of the user's own.

@@ -54,7 +54,7 @@ def check_made_in_scope(strategy: Any, variables: Iterable[Any]) -> None:
             raise ValueError(
                 "The model, its optimizer and its metrics must be made in the scope of "
                 f"{type(strategy).__name__}. Put the lines that make them, and model.compile, under `with "
-                f"strategy.scope():`. Received: variable {name!r}, made outside of it"
+                f"strategy.scope():`. Received: variable {name!r}, made outside of it{_at_line_of(variable)}"
             )
 
 
@@ -131,6 +131,17 @@ def remember_lines() -> None:
 def line_of_layer(layer: keras.Layer) -> str:
     """Returns the line of the program that made a layer, or a model, such as "train.py:12", or ""."""
     return _of_layers.get(layer, "")
+
+
+def _at_line_of(variable: Any) -> str:
+    """Returns where the layer of a variable was made, such as " at train.py:12", or ""."""
+    lines = [
+        (len(layer.variables), line)
+        for layer, line in _of_layers.items()
+        if line and any(each is variable for each in layer.variables)
+    ]
+    # Models and layers around it have more variables.
+    return f" at {min(lines)[1]}" if lines else ""
 
 
 def _remember_line(layer: keras.Layer) -> None:
