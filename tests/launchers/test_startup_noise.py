@@ -38,6 +38,7 @@ E0000 00:00:1795595584.6 16526 coordination_service.cc:1005] Encountered another
 /job:worker/replica:0/task:1: UNAVAILABLE: failed to connect to all addresses
 Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /tensorflow.Coord
 :UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"failed to connect to all addresses"}
+This is usually caused by an earlier error during execution. Check the logs of (a) this task, (b) the leader
 E0000 00:00:1795554471.8  7768 context.cc:873] Failed to register function remotely due to failed to connect to all \
 addresses; last error: UNKNOWN: ipv4:127.0.0.1:38023: Failed to connect to remote host: Connection refused
 Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling /tensorflow.eager

@@ -520,6 +520,8 @@ class Agreement:
     def _service_lost(self, error: tf.errors.OpError) -> ConnectionError:
         own, _ = self.state()
         text = f"it has the coordination service, which does not answer: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, tf.errors.UnavailableError):
+            text = worker_states.LOST
         return ConnectionError(worker_states.never(own, {str(self.tasks[0]): text}))
 
     def _next_key(self, what: str) -> tuple[int, str]:

@@ -52,7 +52,8 @@ _HARMLESS = re.compile(
 _OF_HARMLESS = re.compile(
     r"Additional GRPC error information from remote target |:[A-Z_]+:Error received from peer "
     r"|This could happen if the remote target has been disconnected from the client\.$"
-    r"|The error could be from a previous operation\. Restart your program to reset\.$|\t \[\[\{\{"
+    r"|The error could be from a previous operation\. Restart your program to reset\.|\t \[\[\{\{"
+    r"|This is usually caused by an earlier error during execution\. "
 )
 # 303: this machine has no NVIDIA driver.
 _NO_DRIVER = re.compile(r"E0000 00:00:\d+\.\d+ +\d+ cuda_platform\.cc:\d+\] failed call to cuInit: .*\(303\)")
