@@ -518,11 +518,9 @@ class Agreement:
         return True
 
     def _service_lost(self, error: tf.errors.OpError) -> ConnectionError:
-        own, _ = self.state()
-        text = f"it has the coordination service, which does not answer: {str(error).partition(chr(10))[0]}"
-        if isinstance(error, tf.errors.UnavailableError):
-            text = worker_states.LOST
-        return ConnectionError(worker_states.never(own, {str(self.tasks[0]): text}))
+        own, reason = self.state()[0], str(error).partition("\n")[0]
+        is_gone, text = isinstance(error, tf.errors.UnavailableError), f"its coordination service fails: {reason}"
+        return ConnectionError(worker_states.never(own, {str(self.tasks[0]): worker_states.LOST if is_gone else text}))
 
     def _next_key(self, what: str) -> tuple[int, str]:
         self._count += 1

@@ -123,9 +123,11 @@ def _head(snapshot: Snapshot, view: View) -> list[Text]:
     # The longest is last, where the line may be cut.
     if snapshot.policies:
         title.append(f"  {plain(', '.join(snapshot.policies))}")
-    words = [_line("bold yellow" if any(row.is_slow for row in snapshot.workers) else "", plain(snapshot.in_words))]
+    words = _line("bold yellow" if any(row.is_slow for row in snapshot.workers) else "", plain(snapshot.in_words))
+    # Printed once, it may have several lines.
+    words.no_wrap = view.height is not None
     has_words = snapshot.in_words and (view.height is None or view.height >= _LEAST_LINES)
-    return [title, *(words if has_words else []), _progress(snapshot, view), _rates(snapshot)]
+    return [title, *([words] if has_words else []), _progress(snapshot, view), _rates(snapshot)]
 
 
 def _progress(snapshot: Snapshot, view: View) -> Text:
