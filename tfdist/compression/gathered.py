@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.tensorflow import python_operation
+from tfdist.compat.tensorflow import graphs
 from tfdist.compression import codec, frames
 
 # Comparisons by magnitude treat denormal numbers as zeros, as TensorFlow's threads do in their arithmetic.
@@ -168,4 +168,4 @@ def _in_numpy(
     if tf.executing_eagerly():
         # tf.numpy_function would copy its inputs.
         return [tf.constant(output) for output in function(*(np.asarray(each) for each in inputs))]
-    return python_operation.call_on_arrays(function, inputs, dtypes)
+    return graphs.call_on_arrays(function, inputs, dtypes)

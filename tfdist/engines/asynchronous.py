@@ -35,7 +35,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.keras.calls import Call
-from tfdist.compat.tensorflow import coordinator, python_operation
+from tfdist.compat.tensorflow import coordinator, graphs
 from tfdist.coordination import lost_servers, stalls
 from tfdist.engines import worker_function
 from tfdist.engines.base import Engine
@@ -210,7 +210,7 @@ class AsynchronousEngine(Engine):
             return self._dispatch(kind, program_for(worker_fed, False), tensors, batch)
 
         inputs = [handle.content for handle in handles] + program.flatten_arguments(args, kwargs)
-        return program.rebuild(python_operation.call(queue, inputs, program.dtypes))
+        return program.rebuild(graphs.call_python(queue, inputs, program.dtypes))
 
     def _programs_of(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Callable[[bool, bool], Program]:
         """Creates the variables of a function; returns what traces it, once for each `worker_fed` and `in_parts`."""
@@ -368,7 +368,7 @@ class AsynchronousEngine(Engine):
         if not isinstance(error, _OF_A_LOST_SERVER):
             return None
         is_unavailable = isinstance(error, tf.errors.UnavailableError) or "UnavailableError:" in error.message
-        brief = python_operation.told_briefly(error.message)
+        brief = graphs.told_briefly(error.message)
         lost = lost_servers.describe_lost(self.servers, is_unavailable)
         if lost:
             return tf.errors.UnavailableError(None, None, f"{lost} ({brief})")

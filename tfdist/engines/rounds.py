@@ -42,7 +42,7 @@ import tensorflow as tf
 from tfdist import model_parallel
 from tfdist.compat.keras import placement
 from tfdist.compat.keras.calls import Call
-from tfdist.compat.tensorflow import coordinator, python_operation, replicas
+from tfdist.compat.tensorflow import coordinator, graphs, replicas
 from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
 from tfdist.coordination import delay_hook, stalls
 from tfdist.coordination.round_runner import RoundRunner
@@ -181,7 +181,7 @@ class RoundEngine(Engine):
         def update(number: tf.Tensor) -> list[np.ndarray]:
             return self.step(traced, find_iterator(int(number)))
 
-        return traced.rebuild(python_operation.call(update, [handle.content], traced.dtypes))
+        return traced.rebuild(graphs.call_python(update, [handle.content], traced.dtypes))
 
     def prepared(self, step: Step, handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`."""

@@ -41,7 +41,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat.keras import calls
-from tfdist.compat.tensorflow import inputs, python_operation, replicas
+from tfdist.compat.tensorflow import graphs, inputs, replicas
 from tfdist.passes import splitting
 
 _PASS_NUMBER = tf.TensorSpec([], tf.int64)
@@ -391,7 +391,7 @@ def executions(
             # Of data of unknown length; the last execution is of as many steps as there were data for.
             iterator.is_ended = True
         except tf.errors.OpError as error:
-            raise python_operation.brief(error) from None
+            raise graphs.brief(error) from None
         if left == steps:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return logs

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.tensorflow import python_operation
+from tfdist.compat.tensorflow import graphs
 from tfdist.passes.handle import BatchHandle, HandleKind, registry
 
 # A handle has the number of its pass, and in the lower bits the number of the batch. Batch 0 is "the next batch".
@@ -169,7 +169,7 @@ class WorkerBatch(BatchHandle):
         if tf.executing_eagerly():
             flat = [tf.convert_to_tensor(leaf) for leaf in find_batch(int(self.content)).values()]
         else:
-            flat = python_operation.call(_values, [self.content], [spec.dtype for spec in specs])
+            flat = graphs.call_python(_values, [self.content], [spec.dtype for spec in specs])
             for tensor, spec in zip(flat, specs, strict=True):
                 tensor.set_shape(spec.shape)
         return self.pick(tf.nest.pack_sequence_as(whole, flat, expand_composites=True))

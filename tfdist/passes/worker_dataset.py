@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.tensorflow import coordinator, inputs, python_operation
+from tfdist.compat.tensorflow import coordinator, graphs, inputs
 from tfdist.compat.tensorflow.graphs import LoopIterable, LoopIterator
 from tfdist.passes import progress, splitting, worker_batch
 from tfdist.passes.dataset_graph import DatasetGraph, rebuild
@@ -505,7 +505,7 @@ def _next(iterator: GraphIterator) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _call(function: Callable[..., list[Any]], number: tf.Tensor, dtypes: Sequence[tf.DType]) -> list[tf.Tensor]:
-    results = python_operation.call(function, [number], dtypes)
+    results = graphs.call_python(function, [number], dtypes)
     for result in results:
         result.set_shape([])
     return results

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfdist import _log
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, models
-from tfdist.compat.tensorflow import python_operation
+from tfdist.compat.tensorflow import graphs
 from tfdist.passes import handle as handles
 
 _KINDS = {"train_step": "train", "test_step": "test"}
@@ -318,4 +318,4 @@ class StepCalls:
         def call(number: tf.Tensor) -> list[Any]:
             return make_of()(traced_of(), handles.registry.find(number))
 
-        return traced, python_operation.call(call, [handle.content], traced.dtypes)
+        return traced, graphs.call_python(call, [handle.content], traced.dtypes)

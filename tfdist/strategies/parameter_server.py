@@ -26,7 +26,7 @@ from tfdist.cluster import Cluster, note_joined
 from tfdist.compat.keras import calls, fit, models, saving, sharding
 from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras.scope import allow_loops_without_run, build_in_scope, remember_lines
-from tfdist.compat.tensorflow import context, coordinator, graphs, inputs, python_operation, variables
+from tfdist.compat.tensorflow import context, coordinator, graphs, inputs, variables
 from tfdist.compat.tensorflow.coordinator import lost_workers, stop_coordinator
 from tfdist.compression import on_servers
 from tfdist.coordination import rendezvous, stalls
@@ -432,7 +432,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             except tf.errors.OutOfRangeError:
                 raise
             except tf.errors.OpError as error:
-                raise python_operation.brief(error) from None
+                raise graphs.brief(error) from None
             return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(splitting.joined, *outputs)
 
         return function

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat.tensorflow import python_operation
+from tfdist.compat.tensorflow import graphs
 
 pytestmark = pytest.mark.devices
 
@@ -50,7 +50,7 @@ MINE = '\n  File "/home/me/train.py", line 16, in train_step'
     ids=["remote", "lines", "several errors", "short", "no frames", "empty", "nothing said"],
 )
 def test_what_the_operation_said_comes_first_and_where_the_user_defined_it(message: str, told: str) -> None:
-    found = python_operation.told_briefly(message)
+    found = graphs.told_briefly(message)
     assert found == told
 
 
@@ -68,7 +68,7 @@ def test_errors_keep_their_type_where_there_is_one_in_python(raised: type, arriv
     def fail() -> list:
         raise raised(None, None, LONG + "my own message" + NODE)
 
-    function = tf.function(lambda: python_operation.call(fail, [], [tf.float32]), autograph=False)
+    function = tf.function(lambda: graphs.call_python(fail, [], [tf.float32]), autograph=False)
     with pytest.raises(arrives) as caught:
         function()
     if raised is not tf.errors.OutOfRangeError:
@@ -79,14 +79,12 @@ def test_errors_keep_their_type_where_there_is_one_in_python(raised: type, arriv
 
 
 def test_values_go_in_and_come_out() -> None:
-    function = tf.function(
-        lambda x: python_operation.call(lambda y: [y.numpy() + 1, y.numpy() * 2], [x], [x.dtype] * 2)
-    )
+    function = tf.function(lambda x: graphs.call_python(lambda y: [y.numpy() + 1, y.numpy() * 2], [x], [x.dtype] * 2))
     assert [float(value) for value in function(tf.constant(3.0))] == [4.0, 6.0]
-    assert tf.function(lambda: python_operation.call(list, [], []))() == []
+    assert tf.function(lambda: graphs.call_python(list, [], []))() == []
 
 
-@pytest.mark.parametrize("call", [python_operation.call, python_operation.call_on_arrays])
+@pytest.mark.parametrize("call", [graphs.call_python, graphs.call_on_arrays])
 def test_a_function_lives_as_long_as_a_graph_that_calls_it(call: Any) -> None:
     class Model:
         """Stands for what a step refers to."""
