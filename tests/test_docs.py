@@ -394,7 +394,6 @@ _WITHOUT_WORDS = {
     "OSError(problems[0])": "the text of the writer's error",
     "RuntimeError(f'{type(error).__name__}: {said}')": "the text of TensorFlow's error",
     "RuntimeError(f\"communication='mpi': {shown}\")": "the text of another worker's error",
-    "RuntimeError(told.group())": "the text of another worker's error",
     "SystemExit(128 + signum)": "an exit code",
     "SystemExit(TRY_AGAIN_EXIT_CODE)": "an exit code",
     "ValueError('**')": "caught where the policy is parsed",
