@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -39,9 +40,7 @@ def test_end_of_a_forked_copy_is_no_end_of_the_worker(agreement: Agreement, monk
     posted: list[str] = []
     monkeypatch.setattr(agreement, "post", lambda key, text: posted.append(text))
     monkeypatch.setattr(agreement, "_service_answers", lambda: True)
-    process = os.getpid()
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: process + 1)
+    with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
         agreement._leave()
     assert posted == []
     agreement.end()

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -61,9 +62,7 @@ def test_forked_copy_of_the_chief_leaves_no_mark(monkeypatch: pytest.MonkeyPatch
     attachment, written = embedded.Attachment(CLUSTER.with_task(Task("chief", 0)), None, None), list[str]()
     monkeypatch.setattr(tf.io, "write_file", lambda name, text: written.append(name))
     monkeypatch.delattr(sys, "last_value", raising=False)
-    process = os.getpid()
-    with monkeypatch.context() as forked:
-        forked.setattr(os, "getpid", lambda: process + 1)
+    with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
         attachment.finish()
     assert written == []
     attachment.finish()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -154,9 +155,14 @@ class DatasetGraph:
         return tf.constant(self._graph.SerializeToString())
 
     def _bodies(self) -> Iterable[Any]:
-        yield self._graph.node
-        for function in self._graph.library.function:
-            yield function.node_def
+        return _bodies_of(self._graph)
+
+
+def _bodies_of(graph: Any) -> Iterable[Any]:
+    """Yields the nodes of a graph, and those of each of its functions."""
+    yield graph.node
+    for function in graph.library.function:
+        yield function.node_def
 
 
 def fingerprint_of(function: Any) -> str:
@@ -165,7 +171,7 @@ def fingerprint_of(function: Any) -> str:
     Names of files don't count, as their directories may differ. "" for a function that draws at random.
     """
     graph = function.graph.as_graph_def()
-    for node in [*graph.node, *(node for each in graph.library.function for node in each.node_def)]:
+    for node in itertools.chain.from_iterable(_bodies_of(graph)):
         if "Random" in node.op:
             return ""
         if node.op == "Const" and node.attr["value"].tensor.dtype == tf.string.as_datatype_enum:
@@ -179,8 +185,7 @@ def fingerprint_of(function: Any) -> str:
 
 def seeds_of(function: Any, operations: str) -> list[str]:
     """Returns the two seeds, as one text, of each operation of a concrete function whose name begins like this."""
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
+    nodes = itertools.chain.from_iterable(_bodies_of(function.graph.as_graph_def()))
     return [f"{node.attr['seed'].i}/{node.attr['seed2'].i}" for node in nodes if node.op.startswith(operations)]
 
 
