@@ -30,6 +30,7 @@ class TestAggregated(Conformance):
             *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
             *("dicts, even parts", "ragged", "no batches", "order of the data and of a part for validation"),
             *("embedding, places", "step tracked by other names, even parts"),
+            *("step decorated", "own functions, step decorated"),
             # With validation data.
             "first call, optimizer of its own",
         }

@@ -445,13 +445,14 @@ for _words, _size in SIZES.items():
         _own(f"step {_step.__name__}, {_words}", model=own_models.stepping(_step), fit=_fit, **_options)
     _own(f"step tracked by other names, {_words}", model=own_models.Named, fit=_fit)
     _own(f"step tracked, {_words}", model=own_models.stepping(own_models.tracked), fit=_fit)
-_own("step decorated", model=own_models.Decorated, fit={"epochs": 1})
+_own("step decorated", model=own_models.Decorated, calls=["evaluate"])
 _own("step tracked by other names, even parts", model=own_models.Named, data=(X[:40], Y[:40]), fit={"epochs": 1})
 _own("step reads losses after its update", model=own_models.LossesAfterUpdate, fit={"epochs": 1})
 _own("step with slices", model=own_models.Slices)
 _own("step that assigns", model=own_models.stepping(own_models.by_hand), fit={"epochs": 1})
 _own("functions around those of Keras", model=own_models.FunctionsAroundKeras, calls=BOTH)
 _own("own functions", model=own_models.OwnFunctions, calls=BOTH)
+_own("own functions, step decorated", model=own_models.DecoratedInOwnFunctions, calls=["evaluate"])
 _add("own compute_loss", lambda: OPTIMIZERS.Adam(0.01), model=own_models.OwnLoss, calls=["evaluate"])
 
 

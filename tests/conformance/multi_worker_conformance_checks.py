@@ -58,7 +58,7 @@ class TestMultiWorker(Workers):
         # "embedding, clipnorm" has executions of several steps, and `test_resume_processes.py` has interruptions.
         *("accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm", "ragged", "sum loss, eagerly"),
         *("metric that shows its variable", "compiled outside of the scope", "embedding, places", "single batches"),
-        *("functions around those of Keras", "own functions"),
+        *("functions around those of Keras", "own functions", "own functions, step decorated"),
         *("order of the data", "parts of two sizes, unknown", "restored before it is built", "no batches"),
         *("fewer examples than replicas, eagerly", *TRANSFORMS),
     }

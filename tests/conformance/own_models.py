@@ -101,8 +101,14 @@ def by_hand(model, x, y):
     return {"loss": loss}
 
 
-class Decorated(stepping(mean_by_hand)):
-    train_step = tf.function(stepping(mean_by_hand).train_step)
+class Decorated(Own):
+    @tf.function
+    def train_step(self, data):
+        return mean_by_hand(self, *data)
+
+    @tf.function
+    def test_step(self, data):
+        return super().test_step(data)
 
 
 class OwnLoss(Own):
@@ -170,6 +176,10 @@ class OwnFunctions(Own):
             return {name: strategy.experimental_local_results(value)[0] for name, value in logs.items()}
 
         return lambda iterator: once(next(iterator))
+
+
+class DecoratedInOwnFunctions(OwnFunctions, Decorated):
+    """Gives its decorated steps to `run` itself."""
 
 
 # Losses.

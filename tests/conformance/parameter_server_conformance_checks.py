@@ -47,7 +47,7 @@ class TestAsynchronous(Conformance):
             *("global_clipnorm", "decay, ema", "loss scale", "interrupted and resumed"),
             *("dicts", "embedding", "constraint", "compiled outside of the scope", "restored before it is built"),
             *("no batches", *TRANSFORMS),
-            *("functions around those of Keras", "own functions"),
+            *("functions around those of Keras", "own functions", "own functions, step decorated", "step decorated"),
             *(name for name in CASES if name.startswith(("first call", "no run")) and name not in SCALED_AGAIN),
         }
         - _AS_OTHERS

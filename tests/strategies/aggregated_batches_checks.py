@@ -37,31 +37,6 @@ def test_rows_of_an_embedding_are_gathered_where_the_table_is(strategy: Any) -> 
     assert isinstance(gradient, tf.IndexedSlices)
 
 
-class Decorated(keras.Sequential):
-    """Trains with a step that is a `tf.function`."""
-
-    @tf.function
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"own": loss}
-
-
-def test_a_step_that_is_a_tf_function_trains(strategy: Any) -> None:
-    weights = []
-    for each in (tf.distribute.get_strategy(), strategy):
-        with each.scope():
-            model = Decorated([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="ones")])
-            model.compile(keras.optimizers.SGD(0.01))
-        model.fit(X[:16], Y[:16], batch_size=16, epochs=3, shuffle=False, verbose=0)
-        weights.append(model.get_weights())
-        assert int(model.optimizer.iterations.numpy()) == 3
-    for one, many in zip(*weights, strict=True):
-        np.testing.assert_allclose(many, one, atol=1e-5)
-
-
 def dataset() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
 

@@ -36,13 +36,14 @@ class Step:
       function: any function.
 
     Attributes:
-      function: the same.
+      function: the same, without the `tf.function` that decorates a method.
       model: the model that it is a method of, or wraps a method of; else None.
       kind: "train", "test" or "predict" for a step of Keras; "other".
       is_bound: True for a bound `train_step` or `test_step`, which all replicas can run together.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        function = models.undecorated(function)
         inner = getattr(function, "__wrapped__", function)
         owner = getattr(inner, "__self__", None)
         self.function = function

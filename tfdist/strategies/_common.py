@@ -114,16 +114,14 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         self.distribution.check_open()
 
         def stock(*given: Any) -> Any:
-            return self._run_stock(fn, given or args, kwargs, options)
+            return self._run_stock(step.function, given or args, kwargs, options)
 
-        fn = models.undecorated(fn)
         step = Step(fn)
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
             is_batch = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
             if is_batch and step.is_bound and step.kind == "train":
                 return tf.nest.map_structure(mark_reduced, self._run_on_handle(step, args[0]))
-            stands = lambda leaf: self._batch_of(leaf) if isinstance(leaf, BatchHandle) else leaf  # noqa: E731
-            args, kwargs = tf.nest.map_structure(stands, (args, kwargs))
+            args, kwargs = tf.nest.map_structure(self._batch_of, (args, kwargs))
         if not step.is_bound or len(args) != 1 or kwargs:
             return self._run_function(stock, step, args, kwargs)
         if not tf.executing_eagerly():
@@ -149,9 +147,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         """Runs a model's `train_step` on the batch that a handle stands for."""
         return handle.engine.run(step, handle)
 
-    def _batch_of(self, handle: BatchHandle) -> Any:
-        """The batch that a handle stands for, as distributed values."""
-        return handle.engine.batch(handle)
+    def _batch_of(self, leaf: Any) -> Any:
+        """The batch that a handle stands for, as distributed values; any other argument as it is."""
+        return leaf.engine.batch(leaf) if isinstance(leaf, BatchHandle) else leaf
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution; see `train_functions.ask_strategies`.
@@ -159,7 +157,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         Engines that run Python in each step of `fit` are called by a function in plain Python. All other steps are in
         the graph of the function that Keras has made.
         """
-        step = Step(models.undecorated(model.train_step))
+        step = Step(model.train_step)
         if kind != "train" or not step.is_bound or step.kind != "train":
             return stock
 

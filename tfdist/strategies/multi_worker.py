@@ -198,10 +198,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         part = self._batch_of(handle)
         return run_step(self, run, step, part, self._sums.in_step, shares_of, sum_gradients, times)
 
-    def _batch_of(self, handle: handles.BatchHandle) -> Any:
-        if handle.engine is not self:
-            return super()._batch_of(handle)
-        return replicas.values_of_replicas([handles.without_optionals(handle.content[1][0])], always_wrap=False)
+    def _batch_of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, handles.BatchHandle) or leaf.engine is not self:
+            return super()._batch_of(leaf)
+        return replicas.values_of_replicas([handles.without_optionals(leaf.content[1][0])], always_wrap=False)
 
     def explained(self, error: Exception) -> BaseException | None:
         """See `Closing.explained`; in place of TensorFlow's error that of a sum in Python, as by MPI."""

@@ -404,7 +404,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         """
         if kind == "predict":
             return stock if model.run_eagerly or model.jit_compile else self._predicting(model, stock)
-        step = Step(models.undecorated(model.train_step if kind == "train" else model.test_step))
+        step = Step(model.train_step if kind == "train" else model.test_step)
 
         def prepare(handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
             if model.run_eagerly:
