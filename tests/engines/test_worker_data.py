@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from fake_cluster import FakeCluster, as_worker, running_engine
+from tensorflow.core.framework import dataset_options_pb2
 
 from tfdist.compat.tensorflow import coordinator
 from tfdist.engines.asynchronous import AsynchronousEngine
+from tfdist.passes.dataset_graph import DatasetGraph, rebuild
 from tfdist.passes.handle import BatchHandle, DistributedDataset
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
@@ -62,6 +64,32 @@ def test_shards_of_shuffled_data_are_the_whole_in_every_pass(engine: Asynchronou
     passes = [read(dataset) for _ in range(3)]
     assert all(sorted(itertools.chain(*shares)) == list(range(20)) for shares in passes)
     assert len({str(shares) for shares in passes}) == 3
+
+
+def is_tuned(dataset: tf.data.Dataset) -> bool | None:
+    """What a worker is told that rebuilds the data set: the user's word, or None."""
+    text = DatasetGraph(dataset).serialize()
+    variant = tf.data.experimental.to_variant(rebuild(text, dataset.element_spec))
+    told = dataset_options_pb2.Options.FromString(tf.raw_ops.GetOptions(input_dataset=variant).numpy())
+    return told.autotune_options.enabled if told.autotune_options.WhichOneof("optional_enabled") else None
+
+
+@pytest.mark.parametrize("made", ["by one", "for each worker"])
+def test_no_worker_tunes_its_share_but_where_the_user_wants_it(engine: AsynchronousEngine, made: str) -> None:
+    """Who deletes an iterator may wait a minute for the thread that tunes, and all others for him."""
+
+    def distributed(dataset: tf.data.Dataset) -> WorkerDataset:
+        if made == "by one":
+            return WorkerDataset(engine, dataset, "shard")
+        return WorkerDatasetFromFunction(engine, [dataset] * WORKERS)
+
+    assert is_tuned(numbers()) is None
+    untuned = distributed(numbers())
+    assert is_tuned(untuned.own) is False
+    assert is_tuned(untuned.after(passes=1, batches=3).own) is False
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    assert is_tuned(distributed(numbers().with_options(options)).own) is True
 
 
 def orders_on_one_device(dataset: tf.data.Dataset, count: int) -> list[list[list[int]]]:

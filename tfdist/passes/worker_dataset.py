@@ -55,6 +55,8 @@ class WorkerDataset(DistributedDataset):
     """
 
     def __init__(self, engine: Workers, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
+        # A worker, or the chief, that deletes an iterator would hold up all others.
+        dataset = inputs.read_ahead_untuned(dataset)
         super().__init__(engine, dataset, _refuse_stock)
         self.kind = worker_batch.kind_of(engine, dataset.element_spec)
         self.id = registry.add(self)
@@ -330,6 +332,7 @@ class WorkerDatasetFromFunction(WorkerDataset):
     """
 
     def __init__(self, engine: Workers, datasets: Sequence[tf.data.Dataset], num_parts: int = 1):
+        datasets = [inputs.read_ahead_untuned(dataset) for dataset in datasets]
         super().__init__(engine, functools.reduce(tf.data.Dataset.concatenate, datasets), "given", num_parts)
         self._datasets = datasets
         # Asked for here, on the chief: `share` is called where a worker is the default device.

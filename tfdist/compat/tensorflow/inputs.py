@@ -150,6 +150,26 @@ def untuned(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
     return without_tuning(dataset)
 
 
+def read_ahead_untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Switches tf.data's autotuning off for data of which other processes wait, unless the user has decided about it.
+
+    Parallel calls of `AUTOTUNE` then have the number with which TensorFlow begins: one for each core, up to 16. The
+    buffer that TensorFlow adds at the end of a pipeline with its tuning alone is added here.
+
+    Args:
+      dataset: any data set.
+
+    Returns:
+      The data set to use in its place.
+    """
+    options = dataset.options()
+    if options.autotune.enabled is not None:
+        return dataset
+    if options.experimental_optimization.inject_prefetch is not False:
+        dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    return without_tuning(dataset)
+
+
 def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The same data set, which TensorFlow does not tune."""
     options = tf.data.Options()
