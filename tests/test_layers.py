@@ -95,7 +95,7 @@ ARROWS: dict[str, set[str]] = {
     "resume": {*_STEPS, "launchers"},
     "schedules": set(),
     # Public modules whose names live below.
-    "callbacks": {"resume", "telemetry"},
+    "callbacks": {"_log", "cluster", "resume", "telemetry"},
     "simulation": {"planning.simulation"},
     "update_log": {"telemetry.update_log"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},

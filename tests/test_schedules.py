@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 
 import keras
@@ -86,6 +87,15 @@ def test_the_callback_follows_the_strategy():
     found = fitted([1, 1, 4, 4, 4, 4, 2, 2], 2)
     # It rises within two updates, falls at once, and is the base at the end.
     assert found == pytest.approx([0.1, 0.1, 0.1, 0.25, 0.4, 0.4, 0.2, 0.2, 0.1])
+
+
+def test_the_rate_of_more_replicas_is_said_once(capsys):
+    fitted([2, 2, 1, 2, 3], 2)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "ScaleLearningRate" in line]
+    assert [re.search(r"[\d.]+ x \d replicas = [\d.]+ after \d steps", line).group() for line in lines] == [
+        "0.1 x 2 replicas = 0.2 after 2 steps",
+        "0.1 x 3 replicas = 0.3 after 2 steps",
+    ]
 
 
 def test_what_another_callback_does_to_the_rate_stays():

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist import _checks
+from tfdist import _checks, _log, cluster
 from tfdist.resume.callback import Resume
 from tfdist.telemetry.callback import Telemetry
 
@@ -22,6 +22,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
     `BackupWorkers(spares=b)` of n replicas, and so on. When the number rises, the factor rises linearly within
     `warmup_steps`. When it falls, the factor falls at once. A rate that another callback sets, such as
     ReduceLROnPlateau, counts as already scaled. At the end of `fit` the optimizer has the unscaled rate again.
+    The chief says the rate for a number of replicas that is higher than before.
 
     Source: Goyal et al. 2017, arXiv 1706.02677, sections 2.1 and 2.2.
 
@@ -52,6 +53,8 @@ class ScaleLearningRate(keras.callbacks.Callback):
         # The factor goes from `_from`, at step `_since`, to `_target`.
         self._from = self._factor = 1.0
         self._target, self._since = 1, 0
+        # The highest number of which a line was said.
+        self._told = 1
         # The unscaled rate, and the rate that was set last.
         self._base = self._rate = 0.0
 
@@ -77,6 +80,12 @@ class ScaleLearningRate(keras.callbacks.Callback):
         """Sets the rate, if the factor has changed."""
         number = self._strategy.replicas_to_aggregate
         if number != self._target:
+            if number > self._told and cluster.is_chief():
+                _log.say(
+                    f"ScaleLearningRate: {self._base:g} x {number} replicas = {self._base * number:g} after "
+                    f"{self._warmup_steps} steps, for a batch that is {number} times that of one replica"
+                )
+            self._told = max(number, self._told)
             self._from, self._target, self._since = self._factor, number, self._step
         factor = self._factor_now()
         if factor != self._factor:

@@ -184,8 +184,8 @@ def _check_same(traits: Mapping[Any, Sequence[str]]) -> None:
         if len(set(each)) > 1:
             shown = ", ".join(f"{task}: {trait}" for task, trait in zip(traits, each, strict=True))
             raise ValueError(
-                "dataset: every worker must be given the same data set, of which it takes its share: give all of them "
-                "x in place of x[rank::n], seed what is drawn at random, or shard it yourself with "
+                "dataset: every worker must be given the same data set, of which it takes its share: remove x[rank::n] "
+                "or dataset.shard(...), seed what is drawn at random, or shard it yourself with "
                 f"AutoShardPolicy.OFF. Received: {shown}"
             )
 
