@@ -29,8 +29,10 @@ def exact_numbers() -> Iterator[None]:
     keras.config.set_dtype_policy(before[1])
 
 
-# The quick ones have every layer, step, optimizer, loss, metric and kind of data of the first five, in smaller models.
-SEEDS = [0, 141, 235, 306, 2422, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+# One shows that the comparison works; `make fuzz` is for many. Seeds 0, 141, 235, 306 and 2422 have every layer, step,
+# optimizer, loss, metric and kind of data of the first five, in smaller models.
+SLOW = (0, 141, 235, 306, *range(1, 6))
+SEEDS = [2422, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

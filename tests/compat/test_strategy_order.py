@@ -75,6 +75,7 @@ def test_a_mirrored_strategy_that_trained_first_says_which_line_to_move(tmp_path
     assert "the parameter servers trained" in output
 
 
+@pytest.mark.slow  # `test_embedded.py` closes one, and another follows.
 def test_parameter_server_closed_makes_room_for_other_strategies(tmp_path: pathlib.Path) -> None:
     """Closes a strategy as a notebook does. Models of the first strategy that are still alive don't matter."""
     script = """

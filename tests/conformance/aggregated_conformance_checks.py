@@ -25,14 +25,15 @@ class TestAggregated(Conformance):
     )
     quick = frozenset(
         {
-            *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm", *TRANSFORMS[:2]),
+            *("global_clipnorm", "accumulation, clipnorm, ema", "embedding, clipnorm", TRANSFORMS[1]),
             # `TestBackupWorkers` on devices splits the step in the same way, with masks and slices.
             *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
             *("dicts, even parts", "ragged", "no batches", "order of the data and of a part for validation"),
             *("embedding, places", "step tracked by other names, even parts"),
+            *("loss scale, accumulation", "order of the data", "parts of two sizes, unknown"),
             *("step decorated", "own functions, step decorated"),
-            # With validation data.
-            "first call, optimizer of its own",
+            # The first one has validation data; seeds of the second are refused where steps overlap.
+            *("first call, optimizer of its own", "first call, seeds from outside"),
         }
     )
     # `evaluate` reads whole batches. `aggregated_overlap_checks.py` has the calls that overlap.

@@ -625,15 +625,49 @@ for _scope, _graph, _scale in itertools.product(("in scope", "out of it"), ("gra
     _plain = (_scope == "in scope", _graph == "graph", bool(_scale))
     _case(f"no run, {_scope}, {_graph}{_scale}", *_plain)(first_call_models.plainly_looped)
 
-# Scaled gradients go the same way wherever the step is.
-SCALED_AGAIN = frozenset(
-    name
-    for name in CASES
-    if name.startswith("no run") and "scale" in name and name != "no run, in scope, graph, loss scale"
-)
-
 # Loops as guides write them.
 
 LOOPS = frozenset(f"loop, {name}" for name in guide_loops.NAMES)
 for _name in guide_loops.NAMES:
     CASES[f"loop, {_name}"] = functools.partial(guide_loops.run, _name)
+
+# Loops, and variables that a first call makes.
+IN_LOOPS = LOOPS | {name for name in CASES if name.startswith(("first call", "no run"))}
+
+# Cases that show again what others show: two sizes, or two kinds, at a time are enough for each kind of code.
+# `test_cases.py` says where `make test` runs every other case.
+REPEATED = frozenset(
+    {
+        *("fewer examples than replicas", "batches of one size", "constraint", "constraint, sum loss"),
+        *("GRU, both directions", "penalties, sum, one example left", "penalties, sum_over_batch_size, uneven"),
+        *(f"step {step}, fewer examples than replicas" for step in ("of_keras", "of_both")),
+        *(
+            f"loss {loss}, fewer examples than replicas"
+            for loss in ("one number, tf.function", "one per example", "one number of a class")
+        ),
+        *("one example left", "unknown length, whole executions", "sum loss, eagerly"),
+        *("sum loss, even parts", "dicts, even parts"),
+        # Parts of other optimizers, executions and layers in this list.
+        *("sgd", "ema overwrites", "loss scale", "embedding, steps_per_execution", "ConvLSTM"),
+        *(f"step tracked by other names, {size}" for size in (*SIZES, "even parts")),
+        *("unknown length", "embedding", "step of_both, one over"),
+        *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
+        *(f"step {step}, fewer examples than replicas" for step in ("tracked", "average_by_tensorflow")),
+        *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
+        # Adam is in "embedding, clipnorm", the same losses are there in a graph, weights of classes come as
+        # "sample_weight", and the data are split before they come to a strategy.
+        *("adam", "losses of layers alone, eagerly", "class weights", "validation_split"),
+        # "recurrent, built from one example" has an LSTM, and others assign, have losses and restore in a harder way.
+        *("LSTM", "spectral normalization", "step reads losses after its update", "restored before it is built"),
+        # "NaN of zeros, sum loss" has a convolution, "fewer examples than replicas, eagerly" runs eagerly, and a rows'
+        # case has dense layers, too.
+        *("convolution", "run_eagerly", "transforms, clip after the sum", "transforms, identity"),
+        # The length is known in both. A loss is found whether it is a function of Python or of TensorFlow.
+        *("parts of two sizes, known", "loss one number, tf.function, one over"),
+        # Keras counts the steps, and a batch is a batch wherever it was made.
+        *("steps_per_epoch", "from Python"),
+        # Scaled gradients go the same way wherever the step is.
+        *("loop, loss_scaling", *(name for name in CASES if name.startswith("no run") and "scale" in name)),
+    }
+    - {"no run, in scope, graph, loss scale"}
+)

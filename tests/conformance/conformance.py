@@ -135,7 +135,14 @@ class Conformance(Numbers):
         assert some == [sum(range(20)), sum(range(20, 40))]
         assert model.evaluate(numbers(9), verbose=0, return_dict=True) == {"seen": sum(range(36))}
 
-    @pytest.mark.parametrize("batch_size", [8, 1], ids=["one over", "always fewer examples than replicas"])
+    @pytest.mark.parametrize(
+        "batch_size",
+        [
+            # The cases are uneven.
+            pytest.param(8, id="one over", marks=pytest.mark.slow),
+            pytest.param(1, id="always fewer examples than replicas"),
+        ],
+    )
     def test_replicas_without_examples_leave_no_trace(self, strategy: Any, batch_size: int) -> None:
         x, y = X[:9], Y[:9]  # in batches of 8 one example is left over: a replica has none
         layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
@@ -170,7 +177,7 @@ class Conformance(Numbers):
         assert int(model.optimizer.iterations.numpy()) == 20
         np.testing.assert_allclose(model.predict_on_batch(X), model.predict(X, verbose=0), atol=1e-6)
 
-    @pytest.mark.parametrize("run_eagerly", [False, True])
+    @pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_model_compiled_again_trains_as_compiled_last(self, strategy: Any, run_eagerly: bool) -> None:
         with strategy.scope():
             model = dense_model()

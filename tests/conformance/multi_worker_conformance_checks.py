@@ -10,7 +10,7 @@ from typing import Any
 import multi_worker_cluster
 import pytest
 from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
-from cases import LOOPS, TRANSFORMS
+from cases import LOOPS, REPEATED, TRANSFORMS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 
 import tfdist
@@ -37,13 +37,14 @@ _LIKE_OTHERS = {
         *("train_step_of_keras_given_to_run", "train_function_of_keras", "saved_models"),
         *("optimizers_made_outside_of_the_scope", "gradients_clipped_after_their_sum", "optional_in_a_graph"),
         *("metrics_and_evaluation_within_the_loop", "seed_generators_made_outside_of_the_scope"),
-        *("batches_unpacked_by_the_caller", "checkpoints"),
+        *("batches_unpacked_by_the_caller", "checkpoints", "results_of_replicas", "for_outside_of_a_graph"),
     )
 }
 
 
 class TestMultiWorker(Workers):
-    # The others are about the step, which is MirroredStrategy's. `multi_worker_checks.py` has the callbacks that write.
+    # The others are about the step, which is MirroredStrategy's, and about models, which are made in its scope.
+    # `multi_worker_checks.py` has the callbacks that write.
     slow_tests = frozenset(
         {
             "test_callbacks_stop_schedule_save_and_restore",
@@ -54,13 +55,13 @@ class TestMultiWorker(Workers):
             "test_steps_on_single_batches",
         }
     )
+    # "embedding, clipnorm" has executions of several steps, and `test_resume_processes.py` has interruptions. The next
+    # class has rows at places, a sum, and the order of the data.
     quick = LOOPS - _LIKE_OTHERS | {
-        # "embedding, clipnorm" has executions of several steps, and `test_resume_processes.py` has interruptions.
-        *("accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm", "ragged", "sum loss, eagerly"),
-        *("metric that shows its variable", "compiled outside of the scope", "embedding, places", "single batches"),
-        *("functions around those of Keras", "own functions", "own functions, step decorated"),
-        *("order of the data", "parts of two sizes, unknown", "restored before it is built", "no batches"),
-        *("fewer examples than replicas, eagerly", *TRANSFORMS),
+        *("accumulation, clipnorm, ema", "loss scale", "embedding, clipnorm", "ragged", "single batches"),
+        *("metric that shows its variable", "parts of two sizes, unknown", "no batches"),
+        "own functions, step decorated",
+        *("fewer examples than replicas, eagerly", *(set(TRANSFORMS) - REPEATED)),
     }
 
 
@@ -71,8 +72,8 @@ class TestBackupWorkers(Workers):
     quick = frozenset(
         {
             *("embedding, clipnorm", "unknown length, steps_per_execution", "sum loss, eagerly"),
-            *("embedding, places", "step tracked by other names, one over", "no batches", "order of the data"),
-            *TRANSFORMS,
+            *("embedding, places", "step tracked by other names, one over", "order of the data"),
+            "transforms, identity, rows",
         }
     )
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import aggregated_conformance_checks
 import guide_loops
 import pytest
-from cases import CASES, LOOPS, SCALED_AGAIN, TRANSFORMS
+from cases import LOOPS, REPEATED, TRANSFORMS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 from training import SETTINGS
 
@@ -28,31 +29,15 @@ _SYNCHRONOUS = {
 }
 
 
-# `parameter_server_first_calls_checks.py` has the eager loop. Loss scaling is the same loop with another optimizer.
-_AS_OTHERS = {
-    *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
-    *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
-    *("first call, optimizer of its own", "first call, layer with Trainer"),
-    # A loop without `run` scales its loss, too; `TestMultiWorker` has exports.
-    *("loop, loss_scaling", "loop, models_exported"),
-}
-
-
 class TestAsynchronous(Conformance):
-    # Seed generators must be made in the scope.
-    left_out = LOOPS - _SYNCHRONOUS | {"first call, seeds from outside"}
-    quick = (
-        {
-            *_SYNCHRONOUS,
-            *("global_clipnorm", "decay, ema", "loss scale", "interrupted and resumed"),
-            *("dicts", "embedding", "constraint", "compiled outside of the scope", "restored before it is built"),
-            *("no batches", *TRANSFORMS),
-            *("functions around those of Keras", "own functions", "own functions, step decorated", "step decorated"),
-            *(name for name in CASES if name.startswith(("first call", "no run")) and name not in SCALED_AGAIN),
-        }
-        - _AS_OTHERS
-        - left_out
-    )
+    # Seed generators must be made in the scope. Each worker accumulates gradients of its own, and has any batches.
+    left_out = LOOPS - _SYNCHRONOUS | {
+        *("first call, seeds from outside", "accumulation, clipnorm, ema", "loss scale, accumulation"),
+        *("order of the data", "parts of two sizes, known", "parts of two sizes, unknown"),
+    }
+    # What happens to the results of several workers, and to the parts of a batch, is in `TestAggregated`.
+    _here_too = {"no batches", TRANSFORMS[1], "step decorated", "own functions, step decorated"}
+    slow = REPEATED | aggregated_conformance_checks.TestAggregated.quick - _here_too
 
     # No part of a batch is empty; `parameter_server_inputs_checks.py` counts what `evaluate` and `predict` read,
     # `parameter_server_loops_checks.py` has callbacks and errors, `parameter_server_models_checks.py` own steps.

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from cases import CASES
+from cases import CASES, IN_LOOPS, REPEATED
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
-from mirrored_cases import IN_LOOPS, SLOW
 
 import tfdist
 
@@ -16,7 +15,20 @@ pytestmark = pytest.mark.devices
 class TestMirrored(Conformance):
     is_exclusive = False
     only = frozenset(CASES) - IN_LOOPS
-    slow = SLOW - IN_LOOPS
+    slow = (REPEATED - IN_LOOPS) | {
+        # `TestBackupWorkers` has these on the same devices, where the step is cut in two besides.
+        *(
+            "embedding, places",
+            "metric that shows its variable",
+            "own functions",
+            "transforms, clip rows after the sum",
+        ),
+        *("step with slices", "step decorated", "step that assigns", "ragged"),
+        # `TestMultiWorker` has these.
+        *("fewer examples than replicas, eagerly", "parts of two sizes, unknown"),
+    }
+    # "single batches" are a case.
+    slow_tests = frozenset({"test_steps_on_single_batches"})
 
     @pytest.fixture(scope="class")
     @classmethod

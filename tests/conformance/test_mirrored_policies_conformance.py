@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
-from cases import CASES, LOOPS
+from cases import LOOPS, SIZES
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
-from mirrored_cases import SLOW
 
 import tfdist
 
@@ -19,39 +18,29 @@ class TestBackupWorkers(Conformance):
     logs_within = 0.1
     # Loops unpack batches, which are handles here.
     left_out = LOOPS
-    # `TestMirrored` has the others of each kind.
-    _only_here = frozenset(
-        {"unknown length, whole executions", "recurrent, built from one example", "step of_both, one over"}
+    # Where cutting the step in two shows: what an optimizer is given, what a step writes and reads, who has examples.
+    # Batches are handles, which the thread of a device reads. `TestMirrored` has the others of each kind.
+    quick = frozenset(
+        {
+            *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale, accumulation", "embedding, places"),
+            *(
+                "transforms, clip rows after the sum",
+                "penalties, sum_over_batch_size, one example left",
+                "own functions",
+            ),
+            *(f"step mean_by_hand, {size}" for size in SIZES),
+            *("step of_both, one over", "step with slices", "step decorated", "step that assigns"),
+            *("loss one per example, one over", "metric that shows its variable", "first call, step without call"),
+            *("no batches", "order of the data", "ragged", "unknown length, whole executions"),
+            "no run, in scope, graph, loss scale",
+        }
     )
-    slow = SLOW - _only_here | {
-        *("steps_per_execution", "run_eagerly", "validation_split", "steps_per_epoch", "sample_weight"),
-        "fewer examples than replicas, eagerly",
-        *("sum loss", "class weights", "dicts", "ema overwrites", "sgd", "ConvLSTM"),
-        # `test_mirrored_policies.py` has batches of a Python generator, and "unknown length, whole executions" is here.
-        *("embedding, clipnorm", "from Python", "unknown length, steps_per_execution"),
-        # "recurrent, built from one example" is here, and `TestAggregated` has the same policy with these.
-        *("LSTM", "interrupted and resumed", "first call, optimizer of its own"),
-        # Parts of other optimizers, losses and first calls in this list.
-        *("decay, ema", "penalties, sum, uneven", "loss one number, fewer examples than replicas", "own compute_loss"),
-        *(
-            "single batches",
-            "step tracked, one over",
-            "loss beside one of Keras",
-            "first call, seed generator",
-            "first call, layer with Trainer",
-        ),
-        # Models are built as without a policy.
-        "restored before it is built",
-        # The step finds a loss of users' code by `global_losses`, as without a policy.
-        *("loss one number, tf.function, one over", "loss one number of a class, one over"),
-        # A thread of a policy meets no other.
-        "step reads losses after its update",
-        # Nothing of a policy is in a loop without `run`; one is enough.
-        *(name for name in CASES if "no run" in name and name != "no run, in scope, graph, loss scale"),
-    }
-    # `TestAggregated` has these with the same policy.
+    # `TestAggregated` has these with the same policy, or a policy has no part in them.
     slow_tests = frozenset(
         {
+            "test_evaluate_after_an_own_step_counts_no_empty_replica",
+            "test_evaluate_and_predict_see_every_example_once",
+            "test_model_compiled_again_trains_as_compiled_last",
             "test_callbacks_stop_schedule_save_and_restore",
             "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
             "test_error_of_the_data_is_raised",

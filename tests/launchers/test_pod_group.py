@@ -45,6 +45,16 @@ sys.exit(1)
 """
 
 
+# The wrapper, with a second instead of ten for a script that is no longer needed.
+PROGRAM = """
+import sys
+from tfdist.launchers.kubernetes import task
+from tfdist.launchers.supervise import wrapping
+wrapping._OVER_SECS = 1.0
+sys.exit(task.main(sys.argv[1:]))
+"""
+
+
 def free_port():
     """A port that is free, and so is the next."""
     while True:
@@ -54,11 +64,10 @@ def free_port():
                 return port
 
 
-def command(index, folder, port, options=()):
+def command(program, index, folder, port, options=()):
     """Command of a pod. As hosts it has 127.0.1.0 and so on, in the one spelling that looks like names."""
-    module = [sys.executable, "-m", "tfdist.launchers.kubernetes.task", "--num_workers=4"]
-    where = ["--host_format=0x7f.0.1.{index}", f"--port={port}", *options]
-    return [*module, *where, "--", str(folder / "train.py"), str(folder)]
+    where = ["--num_workers=4", "--host_format=0x7f.0.1.{index}", f"--port={port}", *options]
+    return [sys.executable, *program, *where, "--", str(folder / "train.py"), str(folder)]
 
 
 @pytest.fixture
@@ -68,13 +77,14 @@ def start(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def run(*plans, options=(), counts=()):
+        program = ["-c", PROGRAM] if "hang" in plans else ["-m", "tfdist.launchers.kubernetes.task"]
         (tmp_path / "plan.json").write_text(json.dumps({f"worker-{i}": plan for i, plan in enumerate(plans)}))
         for index in range(len(plans)):
             env = {**os.environ, "JOB_COMPLETION_INDEX": str(index), "TFDIST_JOB_SECRET": "s"}
             if counts:
                 env |= dict(zip(COUNTS, map(str, counts[index]), strict=True))
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen(command(index, tmp_path, port, options), env=env, **pipes))
+            started.append(subprocess.Popen(command(program, index, tmp_path, port, options), env=env, **pipes))
         return started
 
     yield run

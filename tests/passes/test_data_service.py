@@ -24,8 +24,9 @@ print(os.environ.get("no_grpc_proxy"))
 @pytest.mark.parametrize(
     ("host", "env"),
     [
-        ("chief.invalid", {}),  # A name that the other tasks know.
-        ("127.0.0.1", {"http_proxy": "http://127.0.0.1:9"}),
+        # "both" has these. A name that the other tasks know:
+        pytest.param("chief.invalid", {}, marks=pytest.mark.slow),
+        pytest.param("127.0.0.1", {"http_proxy": "http://127.0.0.1:9"}, marks=pytest.mark.slow),
         ("chief.invalid", {"http_proxy": "http://127.0.0.1:9", "no_grpc_proxy": "elsewhere.invalid"}),
     ],
     ids=["unknown name", "proxy", "both"],

@@ -123,16 +123,18 @@ def calm() -> Calm:
     [
         # The next test has arrays.
         pytest.param("arrays", 1, 5, (18,), marks=pytest.mark.slow),
-        ("shuffled", 1, "epoch", (30,)),
+        # `test_one_iterator_that_ends_with_the_epoch_is_gone_on_with` saves at the end of epochs.
+        pytest.param("shuffled", 1, "epoch", (30,), marks=pytest.mark.slow),
         # At the end of an epoch, which comes as one step more where the length is not known.
-        ("uneven", 1, 1, (14,)),
+        pytest.param("uneven", 1, 1, (14,), marks=pytest.mark.slow),
         ("of unknown length", 1, 1, (12,)),
         pytest.param("of unknown length", 1, 7, (30,), marks=pytest.mark.slow),
         ("endless", 1, 1, (3, 1)),
         pytest.param("endless", 1, 1, (3, 4, 9, 1), marks=pytest.mark.slow),
         ("endless", 3, 7, (20,)),
         ("cached", 1, 7, (20,)),
-        ("in parts", 1, 2, (8,)),
+        # As "endless", but for the end, which that test has.
+        pytest.param("in parts", 1, 2, (8,), marks=pytest.mark.slow),
         pytest.param("shuffled", 3, 5, (18,), marks=pytest.mark.slow),
     ],
 )
@@ -161,6 +163,7 @@ def test_it_goes_on_as_if_nothing_had_happened(
         np.testing.assert_allclose(values, history[name][-len(values) :], rtol=1e-6)
 
 
+@pytest.mark.slow  # "cached" is interrupted between two checkpoints, too.
 def test_twenty_steps_and_twenty_more_are_forty(tmp_path: pathlib.Path, calm: Calm):
     """The interruption is not where a checkpoint is: what was made after it is made again, and nothing is left out."""
     model = _model()
@@ -178,15 +181,25 @@ def test_twenty_steps_and_twenty_more_are_forty(tmp_path: pathlib.Path, calm: Ca
     "change",
     [
         {"built": False, "optimizer": lambda: keras.optimizers.Adam(0.01)},
-        {"optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.9)},
-        {"optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)},
-        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))},
+        # Variables of an optimizer are kept alike, whatever they are.
+        pytest.param(
+            {"optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.9)},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))},
+            marks=pytest.mark.slow,
+        ),
         # Adam's correction depends on the number of the step, too.
         pytest.param(
             {"optimizer": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.8))},
             marks=pytest.mark.slow,
         ),
-        {"jit_compile": True},
+        # The variables are those of any other function.
+        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
         {"run_eagerly": True},
     ],
     ids=["unbuilt, Adam", "momentum and ema", "accumulation", "loss scaling", "schedule", "xla", "eager"],
@@ -199,6 +212,7 @@ def test_all_that_the_next_step_depends_on_is_kept(tmp_path: pathlib.Path, chang
     _assert_resumed(tmp_path, model, epochs=2)
 
 
+@pytest.mark.slow  # Weights are float32 as ever.
 def test_mixed_precision_is_kept(tmp_path: pathlib.Path):
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
@@ -272,7 +286,16 @@ class Signal(keras.callbacks.Callback):
                 os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize(("after", "save_freq"), [(1, 1000), (17, "epoch"), (24, "epoch"), (48, 1000)])
+@pytest.mark.parametrize(
+    ("after", "save_freq"),
+    [
+        pytest.param(1, 1000, marks=pytest.mark.slow),
+        (17, "epoch"),
+        # The end of an epoch, and of all.
+        pytest.param(24, "epoch", marks=pytest.mark.slow),
+        (48, 1000),
+    ],
+)
 def test_a_signal_saves_and_ends_the_program_with_75(
     tmp_path: pathlib.Path, calm: Calm, capfd: pytest.CaptureFixture, after: int, save_freq: Any
 ):

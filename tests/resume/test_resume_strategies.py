@@ -76,7 +76,8 @@ def _train(given: list[Any], callbacks: list[Any], jobs: str = "shuffled") -> tu
         pytest.param(_averaging(4), 4, 18, "shuffled", marks=pytest.mark.slow),
         (_averaging(3, outer=_outer), 6, 21, "shuffled"),
         pytest.param(lambda: [tfdist.Warmup(steps=15)], 5, 13, "shuffled", marks=pytest.mark.slow),
-        (lambda: [tfdist.Warmup(steps=15)], 5, 23, "shuffled"),
+        # Parameter servers and workers keep the phase in the same state, as the next one shows.
+        pytest.param(lambda: [tfdist.Warmup(steps=15)], 5, 23, "shuffled", marks=pytest.mark.slow),
         (lambda: [tfdist.Warmup(epochs=1)], 5, 8, "shuffled"),
         pytest.param(lambda: [tfdist.Warmup(epochs=2)], "epoch", 14, "shuffled", marks=pytest.mark.slow),
     ],

@@ -179,7 +179,7 @@ def test_a_worker_ends_when_its_chief_is_done(setting: Setting, state: Callable[
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@every_state(silent, killed)
+@every_state(silent)
 def test_a_worker_ends_when_its_chief_is_lost(setting: Setting, state: Callable[[Setting], object]) -> None:
     state(setting)
     setting.end_chief()
@@ -189,7 +189,7 @@ def test_a_worker_ends_when_its_chief_is_lost(setting: Setting, state: Callable[
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@every_state(absent, silent, killed)
+@every_state(absent, killed)
 def test_a_worker_handles_sigterm(setting: Setting, state: Callable[[Setting], object]) -> None:
     """The first SIGTERM has the worker end with its chief; the second one has its usual effect."""
     state(setting)

@@ -236,7 +236,8 @@ def test_a_worker_that_is_back_goes_on_with_its_share_in_the_order_of_the_others
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sharding", ["shard", "dynamic"])
+# The next test has batches that are dealt out when their worker dies.
+@pytest.mark.parametrize("sharding", ["shard", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_a_worker_that_never_comes_back_is_not_waited_for(tmp_path: pathlib.Path, sharding: str) -> None:
     """Passes end without what it had; when no worker is left, the program ends with an error that names them."""
     script = f"""

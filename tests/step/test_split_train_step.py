@@ -21,16 +21,20 @@ pytestmark = pytest.mark.devices
 OPTIMIZERS = keras.optimizers
 
 
-# Made in the test: an optimizer starts TensorFlow.
+# Made in the test: an optimizer starts TensorFlow. `TestBackupWorkers` of `tests/conformance` has the slow ones.
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        pytest.param(lambda: OPTIMIZERS.SGD(0.1), {}, id="sgd"),
-        pytest.param(lambda: OPTIMIZERS.Adam(0.1), {"metrics": ["mae", "mse"]}, id="adam"),
-        pytest.param(lambda: OPTIMIZERS.SGD(0.1, global_clipnorm=0.01), {}, id="clipping"),
+        pytest.param(lambda: OPTIMIZERS.SGD(0.1), {}, id="sgd", marks=pytest.mark.slow),
+        pytest.param(lambda: OPTIMIZERS.Adam(0.1), {"metrics": ["mae", "mse"]}, id="adam", marks=pytest.mark.slow),
+        pytest.param(lambda: OPTIMIZERS.SGD(0.1, global_clipnorm=0.01), {}, id="clipping", marks=pytest.mark.slow),
         pytest.param(lambda: OPTIMIZERS.SGD(0.1, gradient_accumulation_steps=2), {}, id="accumulation"),
         pytest.param(lambda: OPTIMIZERS.AdamW(0.1, weight_decay=0.1, use_ema=True), {}, id="decay-ema"),
-        pytest.param(lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1)), {}, id="loss-scale"),
+        pytest.param(
+            *(lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1)), {}),
+            id="loss-scale",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(lambda: OPTIMIZERS.SGD(0.01), {"loss": "sum of squares"}, id="sum"),
     ],
 )

@@ -69,7 +69,10 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Where gradients come from is that of uncompressed ones: `TestAggregated` of `tests/conformance` has more of them.
+@pytest.mark.parametrize(
+    "name", ["rows", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "rows")]
+)
 def test_codec_that_sends_all_equals_uncompressed(with_policies: Callable[..., Any], name: str) -> None:
     x = np.abs(X * 10).astype(np.int64).clip(0, 49) if name == "rows" else X
     weights = []
@@ -88,6 +91,7 @@ def test_codec_that_sends_all_equals_uncompressed(with_policies: Callable[..., A
         np.testing.assert_allclose(compressed, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # `test_gradient_not_finite_keeps_states` scales a loss.
 def test_loss_scale_is_not_in_the_state(with_policies: Callable[..., Any]) -> None:
     model = compiled(with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(SEND_ALL)), optimizer=loss_scale)
     fit(model)
@@ -107,7 +111,7 @@ LOSSY = {
 
 
 # `test_state_saved_and_restored_repeats_training` trains with TopK, and half a precision is sent as another is.
-_REPEATED = dict.fromkeys(("TopK", "float16"), pytest.mark.slow)
+_REPEATED = dict.fromkeys(("Threshold", "TopK", "float16"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_REPEATED.get(name, ())) for name in LOSSY])
@@ -131,7 +135,7 @@ def test_lossy_codec_trains_and_reports_bytes(with_policies: Callable[..., Any],
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: tfdist.Compression(HalfPrecision("bfloat16")),
+        pytest.param(lambda: tfdist.Compression(HalfPrecision("bfloat16")), marks=pytest.mark.slow),
         lambda: tfdist.Compression(SignSGD(), variables="bfloat16"),
     ],
     ids=["of the codec", "on request"],
@@ -166,7 +170,11 @@ def test_variables_are_rounded_for_workers(make: Callable[[], Any], with_policie
     assert model.get_weights()[0][0, 0] == np.float32(1.001)
 
 
-@pytest.mark.parametrize("codec", [SignSGD(), HalfPrecision("bfloat16")], ids=["SignSGD", "HalfPrecision"])
+@pytest.mark.parametrize(
+    "codec",
+    [SignSGD(), pytest.param(HalfPrecision("bfloat16"), marks=pytest.mark.slow)],
+    ids=["SignSGD", "HalfPrecision"],
+)
 def test_damaged_message_raises_and_names_sender(
     codec: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

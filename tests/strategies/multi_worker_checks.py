@@ -590,6 +590,7 @@ def test_a_worker_may_train_a_model_of_its_own(strategy: Any) -> None:
 # Who is slow.
 
 
-@pytest.mark.parametrize("kind", slow_workers.KINDS)
+# `test_step_times.py` has a slow input.
+@pytest.mark.parametrize("kind", ["step", "sum", pytest.param("input", marks=pytest.mark.slow)])
 def test_a_slow_input_step_or_sum_is_told_apart(strategy: Any, tmp_path: pathlib.Path, kind: str) -> None:
     slow_workers.check(strategy, tmp_path / "logs", index(), kind)

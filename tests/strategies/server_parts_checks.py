@@ -104,7 +104,7 @@ def test_each_part_computes_on_its_device(
 # Numbers.
 
 
-@pytest.mark.parametrize("transfer", ["products", "plain"])
+@pytest.mark.parametrize("transfer", ["products", pytest.param("plain", marks=pytest.mark.slow)])
 def test_products_on_servers_and_plain_transfer(
     strategy: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, transfer: str
 ) -> None:
@@ -122,7 +122,7 @@ def test_products_on_servers_and_plain_transfer(
 @pytest.mark.parametrize(
     "policy",
     [
-        lambda: tfdist.BoundedStaleness(bound=1),
+        pytest.param(lambda: tfdist.BoundedStaleness(bound=1), marks=pytest.mark.slow),
         lambda: tfdist.SoftSync(updates=1),
         pytest.param(lambda: tfdist.Warmup(epochs=1), marks=pytest.mark.slow),
     ],

@@ -91,12 +91,13 @@ def _prepared(codec: str, *others: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("tensorflow", NAMES),
+        pytest.param("tensorflow", NAMES, marks=pytest.mark.slow),
+        ("tensorflow", ("several steps at once", "loss scale")),
         pytest.param("mpi", NAMES, marks=[needs_mpi, pytest.mark.slow]),
-        # What MPI carries is a message of the codec, however the gradients came to it.
+        # What is carried is a message of the codec, however the gradients came to it.
         pytest.param("mpi", ("eagerly", "two optimizers"), marks=needs_mpi),
     ],
-    ids=["tensorflow", "mpi, all", "mpi"],
+    ids=["tensorflow, all", "tensorflow", "mpi, all", "mpi"],
 )
 def test_a_codec_that_sends_all_trains_as_one_device(
     kind: str, names: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +173,8 @@ def test_auto_measures_the_gradients_of_the_first_steps(takes_any: bool, options
 @pytest.mark.parametrize(
     "other",
     [
-        "tfdist.BackupWorkers(spares=0)",
+        # The trial is the same as without another policy, and its codec is in the test before that.
+        pytest.param("tfdist.BackupWorkers(spares=0)", marks=pytest.mark.slow),
         pytest.param("tfdist.ParameterAveraging(every_steps=1)", marks=pytest.mark.slow),
     ],
 )

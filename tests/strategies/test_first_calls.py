@@ -25,6 +25,12 @@ def strategy(request, cpus: list[str]) -> tfdist.MirroredStrategy:
     return tfdist.MirroredStrategy(cpus[:2], policies=policies)
 
 
+# A policy sees a model once its variables are made: these show again without one what they show with one.
+builds_alike = pytest.mark.parametrize(
+    "strategy", ["synchronous", pytest.param("backup workers", marks=pytest.mark.slow)], indirect=True
+)
+
+
 def test_a_batch_without_an_axis_of_examples_is_named(strategy: Any) -> None:
     with (
         pytest.warns(RuntimeWarning, match=r"Stacked\.train_step fails with a part of a batch.*put them there"),
@@ -87,6 +93,7 @@ def test_failed_build_of_an_optimizer_leaves_nothing_behind(strategy: Any) -> No
     assert len(model.optimizer.variables) == 4
 
 
+@builds_alike
 def test_fit_of_a_model_outside_of_the_scope_warns_once(strategy: Any, recwarn: pytest.WarningsRecorder) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -120,6 +127,7 @@ class _Private(keras.Model):
         return {"loss": loss}
 
 
+@builds_alike
 def test_model_of_a_private_class_leaves_no_name_scope_open(strategy: Any) -> None:
     with strategy.scope():
         model = _Private()
@@ -130,6 +138,7 @@ def test_model_of_a_private_class_leaves_no_name_scope_open(strategy: Any) -> No
     assert later.kernel.path == "later/kernel"
 
 
+@builds_alike
 def test_second_model_of_a_class_has_its_variables_made(strategy: Any) -> None:
     for _ in range(2):
         assert np.isfinite(fitted(strategy, Noisy, "mse")[0]["loss"]).all()
@@ -183,7 +192,7 @@ def test_autograph_converts_a_step_and_not_the_library(cpus: list[str], has_seed
     assert "tf__run" not in found
 
 
-@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("is_early", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_keras_own_seed_generator_is_known_to_replicas(cpus: list[str], is_early: bool) -> None:
     keras.utils.clear_session()
     many = tfdist.MirroredStrategy(cpus[:2])

@@ -26,7 +26,7 @@ def strategy(cpus: list[str]) -> tfdist.MirroredStrategy:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(lambda: OPTIMIZERS.Adam(0.01), id="adam"),
+        pytest.param(lambda: OPTIMIZERS.Adam(0.01), id="adam", marks=pytest.mark.slow),
         # The step that is none, after the six of the first epoch, would be the seventh, which makes an update.
         pytest.param(
             lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=7), id="decay-accumulation"

@@ -15,7 +15,6 @@ from tfdist import Cluster, Task
 
 VARIABLE = "TFDIST_COMMUNICATION"
 _needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-by_each_transport = pytest.mark.parametrize("kind", ["tensorflow", pytest.param("mpi", marks=_needs_mpi)])
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 TRAINING = """
@@ -98,7 +97,7 @@ if index == 0:
 """
 
 
-@pytest.mark.parametrize("policy", ["", "tfdist.BackupWorkers(spares=0)"])
+@pytest.mark.parametrize("policy", ["", pytest.param("tfdist.BackupWorkers(spares=0)", marks=pytest.mark.slow)])
 def test_no_wait_of_one_worker_alone_goes_on(tmp_path: pathlib.Path, policy: str):
     """The chief saves alone, with no wait; a call that needs the others ends with a line that says what they do."""
     found = process_cluster.run(
@@ -207,7 +206,8 @@ def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):
         assert worker.wait() != 0
 
 
-@by_each_transport
+# An error of TensorFlow, below, reaches all by MPI, too.
+@pytest.mark.parametrize("kind", ["tensorflow", pytest.param("mpi", marks=[_needs_mpi, pytest.mark.slow])])
 def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathlib.Path, kind: str):
     with process_cluster.workers(TRAINING + RAISES + "train()", tmp_path, env={VARIABLE: kind}) as running:
         assert [worker.wait() for worker in running] == [1, 1]
@@ -219,11 +219,10 @@ def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathl
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [
-        *(
-            ("tensorflow", ""),
-            ("tensorflow", "BackupWorkers(spares=0)"),
-            ("tensorflow", "ParameterAveraging(every_steps=3)"),
-        ),
+        ("tensorflow", ""),
+        ("tensorflow", "BackupWorkers(spares=0)"),
+        # Its step has the collectives of one without a policy.
+        pytest.param("tensorflow", "ParameterAveraging(every_steps=3)", marks=pytest.mark.slow),
         pytest.param("mpi", "", marks=_needs_mpi),
     ],
 )
@@ -260,8 +259,16 @@ def test_a_chief_that_stands_still_is_named_by_those_who_wait_in_mpi(tmp_path: p
     assert "worker:0" in last
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-@by_each_transport
+@pytest.mark.parametrize(
+    ("kind", "eagerly"),
+    [
+        # Those who wait in MPI are in the test before.
+        ("tensorflow", False),
+        pytest.param("tensorflow", True, marks=pytest.mark.slow),
+        pytest.param("mpi", False, marks=[_needs_mpi, pytest.mark.slow]),
+        pytest.param("mpi", True, marks=[_needs_mpi, pytest.mark.slow]),
+    ],
+)
 def test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all(tmp_path: pathlib.Path, kind: str, eagerly: bool):
     training = TRAINING.replace('"mse"', f'"mse", run_eagerly={eagerly}')
     with process_cluster.workers(training + HANGS + "train()", tmp_path, env={VARIABLE: kind}) as running:

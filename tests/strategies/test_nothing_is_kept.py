@@ -43,10 +43,16 @@ def _used(cpus: list[str], policies: list[Any], optimizer: keras.Optimizer) -> d
 @pytest.mark.parametrize(
     ("policies", "options"),
     [
-        pytest.param(list, {}, id="no policy"),
+        # What clips holds what does not, and more.
+        pytest.param(list, {}, id="no policy", marks=pytest.mark.slow),
         pytest.param(list, {"clipnorm": 1.0}, id="no policy, clipping"),
         pytest.param(lambda: [tfdist.BackupWorkers(spares=1)], {}, id="backup workers"),
-        pytest.param(lambda: [tfdist.ParameterAveraging(every_steps=2)], {}, id="parameter averaging"),
+        # The next test has it without `evaluate` and `predict`.
+        pytest.param(
+            *(lambda: [tfdist.ParameterAveraging(every_steps=2)], {}),
+            id="parameter averaging",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(lambda: [tfdist.Warmup(steps=4)], {}, id="warmup"),
     ],
 )

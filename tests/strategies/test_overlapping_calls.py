@@ -128,6 +128,7 @@ def test_other_models_are_refused_under_a_policy():
     assert (_steps(model), _steps(other)) == (3 * STEPS, 0)
 
 
+@pytest.mark.slow  # `tests/conformance` has this without a policy and with BackupWorkers, under each strategy.
 def test_calls_within_callbacks_work():
     strategy = _strategy("warmup")
     model, other = _model(strategy), _model(strategy)
@@ -156,6 +157,7 @@ def test_failed_fit_leaves_nothing_locked():
     assert _steps(model) == 2 * STEPS + 2
 
 
+@pytest.mark.slow  # Calls are told apart by what the strategy is told, and no longer by frames.
 def test_frame_at_the_address_of_an_ended_one_is_told_apart():
     """A frame is freed when fit ends, and the next fit of the thread usually takes its place."""
     strategy = _strategy("none")

@@ -179,6 +179,7 @@ def test_a_shared_layer_has_one_place(strategy: tfdist.MirroredStrategy) -> None
     model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.slow  # `TestSpanningDevices` of `tests/conformance` goes on after an interruption.
 def test_resume_continues_on_the_same_places(strategy: tfdist.MirroredStrategy, tmp_path: pathlib.Path) -> None:
     whole, broken = placed(strategy), placed(strategy)
     fit = {"batch_size": 8, "shuffle": False, "verbose": 0}

@@ -31,9 +31,13 @@ print("TRANSFER", strategy.report().transfer, flush=True)
     ("num_workers", "policies", "transfer", "said", "times_measured"),
     [
         (1, "[]", "plain", 'TRANSFER each variable and gradient sent whole (transfer="plain")', 0),
-        (2, "[tfdist.BackupWorkers(spares=0)]", "plain", "TRANSFER each variable and gradient sent whole", 0),
+        # `parameter_server_tensors_checks.py` and `server_parts_checks.py` have these.
+        pytest.param(
+            *(2, "[tfdist.BackupWorkers(spares=0)]", "plain", "TRANSFER each variable and gradient sent whole", 0),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(1, "[]", "auto", "TRANSFER embedding rows gathered at the table", 1, marks=pytest.mark.slow),
         (2, "[tfdist.BackupWorkers(spares=0)]", "auto", "TRANSFER embedding rows gathered at the table", 1),
-        (1, "[]", "auto", "TRANSFER embedding rows gathered at the table", 1),
     ],
 )
 def test_a_wide_layer_trains_as_on_one_device(

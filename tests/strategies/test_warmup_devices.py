@@ -104,7 +104,11 @@ def assert_copies_are_equal(model: keras.Model) -> None:
             {"steps_per_execution": 4},
             id="accumulation, ema, steps_per_execution",
         ),
-        pytest.param(dense, lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01)), {}, id="loss scale"),
+        pytest.param(
+            *(dense, lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01)), {}),
+            id="loss scale",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             OwnStep, lambda: OPTIMIZERS.SGD(0.05), {"loss": None, "metrics": None, "run_eagerly": True}, id="own step"
         ),
@@ -155,7 +159,12 @@ def one_more_every(steps: int, total: int) -> Callable[[int], int]:
     ("num_devices", "policies", "data", "taking_part"),
     [
         pytest.param(2, [tfdist.Warmup(steps=9)], array, everybody_after(9, 2), id="in mid-epoch"),
-        pytest.param(2, [tfdist.Warmup(epochs=1)], unknown_size, everybody_after(6, 2), id="epochs, unknown size"),
+        # "ramp, then backup workers" has these, one after the other.
+        pytest.param(
+            *(2, [tfdist.Warmup(epochs=1)], unknown_size, everybody_after(6, 2)),
+            id="epochs, unknown size",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *(2, [tfdist.Warmup(epochs=2)], endless, everybody_after(12, 2)),
             id="epochs, endless",
@@ -169,7 +178,9 @@ def one_more_every(steps: int, total: int) -> Callable[[int], int]:
             id="then backup workers",
             marks=pytest.mark.slow,
         ),
-        pytest.param(3, [tfdist.Warmup(steps=4, ramp=True)], array, one_more_every(4, 3), id="ramp"),
+        pytest.param(
+            *(3, [tfdist.Warmup(steps=4, ramp=True)], array, one_more_every(4, 3)), id="ramp", marks=pytest.mark.slow
+        ),
         pytest.param(
             3,
             [tfdist.BackupWorkers(spares=0), tfdist.Warmup(epochs=1, ramp=True)],
@@ -202,7 +213,11 @@ def test_all_go_on_from_what_one_has_learned(cpus: Sequence[str], num_devices, p
     assert_copies_are_equal(model)
 
 
-@pytest.mark.parametrize("policies", [(), (tfdist.BackupWorkers(spares=0),)], ids=["synchronous", "backup workers"])
+@pytest.mark.parametrize(
+    "policies",
+    [(), pytest.param((tfdist.BackupWorkers(spares=0),), marks=pytest.mark.slow)],
+    ids=["synchronous", "backup workers"],
+)
 def test_shuffle_has_the_order_of_one_device_in_and_after_the_phase(cpus: Sequence[str], policies):
     """Each iterator of a shuffle draws an order, also those that Keras makes and never reads."""
 
@@ -219,6 +234,7 @@ def test_shuffle_has_the_order_of_one_device_in_and_after_the_phase(cpus: Sequen
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow  # The next test has a function, too.
 def test_replicas_may_be_given_their_parts_by_a_function(cpus: Sequence[str]):
     def own(context):
         return tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(4)

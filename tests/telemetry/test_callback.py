@@ -134,7 +134,9 @@ def test_after_a_warmup_alone_each_batch_is_an_update(cpus: list[str], tmp_path:
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(("steps_per_execution", "accumulated"), [(1, 2), (4, None)])
+@pytest.mark.parametrize(
+    ("steps_per_execution", "accumulated"), [pytest.param(1, 2, marks=pytest.mark.slow), (4, None)]
+)
 def test_points_stand_at_the_iterations_of_the_optimizer(
     cpus: list[str], tmp_path: pathlib.Path, steps_per_execution: int, accumulated: int | None
 ) -> None:
@@ -200,7 +202,7 @@ def test_frequencies_that_make_no_sense(tmp_path: pathlib.Path, update_freq: Any
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("order", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_beside_keras_tensorboard_it_writes_other_runs(cpus: list[str], tmp_path: pathlib.Path, order: str) -> None:
     model, keras_own = compiled(mirrored(cpus)), keras.callbacks.TensorBoard(tmp_path, write_graph=False)
     own = tfdist.callbacks.Telemetry(tmp_path, update_freq=5)

@@ -82,7 +82,10 @@ POLICIES = {
 
 @needs_ss
 @pytest.mark.processes
-@pytest.mark.parametrize("policy", POLICIES)
+# An average's tags are those without a policy and its own.
+@pytest.mark.parametrize(
+    "policy", [pytest.param("none", marks=pytest.mark.slow), "BackupWorkers", "ParameterAveraging"]
+)
 def test_multi_worker_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_path: pathlib.Path) -> None:
     script = f"import sys; sys.path.insert(0, {str(process_cluster.ROOT / 'tests' / 'support')!r})" + TRAIN
     script += MULTI_WORKER.format(policies=f"[{', '.join(POLICIES[policy])}]")
@@ -146,7 +149,10 @@ SERVED = {
 
 @needs_ss
 @pytest.mark.processes
-@pytest.mark.parametrize("policy", SERVED)
+# Several workers have the tags of BackupWorkers above.
+@pytest.mark.parametrize(
+    "policy", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "BackupWorkers")), "SoftSync"]
+)
 def test_parameter_server_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_path: pathlib.Path) -> None:
     policies, features = SERVED[policy]
     imports = "import numpy as np, tensorflow as tf, keras, tfdist\n"
