@@ -266,9 +266,8 @@ def adopt_seed_generators(strategy: tf.distribute.Strategy) -> None:
 def _drawing(original: Any) -> Any:
     def next(self: Any, ordered: bool = True) -> Any:  # noqa: A001, as Keras calls it
         context = tf.distribute.get_replica_context()
-        strategy = None if context is None else context.strategy
-        if replicas.facts_of(strategy).adopts_seed_generators:
-            move_variable(strategy, self.state)
+        if context is not None and replicas.facts_of(context.strategy).adopts_seed_generators:
+            move_variable(context.strategy, self.state)
         return original(self, ordered)
 
     return next
