@@ -27,6 +27,8 @@ _SYNCHRONOUS = {
         "weights_set_within_the_loop",
     )
 }
+# What happens in another way if no worker waits for others.
+_HERE_TOO = {"no batches", TRANSFORMS[1], "step decorated", "own functions, step decorated"}
 
 
 class TestAsynchronous(Conformance):
@@ -36,8 +38,7 @@ class TestAsynchronous(Conformance):
         *("order of the data", "parts of two sizes, known", "parts of two sizes, unknown"),
     }
     # What happens to the results of several workers, and to the parts of a batch, is in `TestAggregated`.
-    _here_too = {"no batches", TRANSFORMS[1], "step decorated", "own functions, step decorated"}
-    slow = REPEATED | aggregated_conformance_checks.TestAggregated.quick - _here_too
+    slow = REPEATED | aggregated_conformance_checks.TestAggregated.quick - _HERE_TOO
 
     # No part of a batch is empty; `parameter_server_inputs_checks.py` counts what `evaluate` and `predict` read,
     # `parameter_server_loops_checks.py` has callbacks and errors, `parameter_server_models_checks.py` own steps.
