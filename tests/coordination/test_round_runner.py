@@ -12,6 +12,7 @@ from waiting import Clock
 
 from tfdist.coordination import round_runner as module
 from tfdist.coordination.round_runner import RoundRunner
+from tfdist.policies import Arrival
 from tfdist.policies.backup_workers import BackupWorkers
 
 
@@ -314,10 +315,10 @@ class Failing(BackupWorkers):
         super().__init__(spares=1)
         self.fails_in = fails_in
 
-    def _accepts(self, replica: int, local_step: int) -> bool:
+    def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
         if self.fails_in == "arrived":
             raise ZeroDivisionError("of my own policy")
-        return super()._accepts(replica, local_step)
+        return super().arrived(replica, local_step, time)
 
     def start(self, replica: int, time: float) -> int | None:
         if self.fails_in == "started":

@@ -59,15 +59,16 @@ class Examples(keras.metrics.Metric):
 
 def at_next_push(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list[int]:
     """Calls a function when the last worker next sends a gradient; returns a list that is empty from then on."""
-    push, waiting = rounds.RoundStep.push, [LAST]
+    arrive, waiting = round_runner.RoundRunner.arrive, [LAST]
 
-    def pushing(self: Any, *contribution: Any) -> Any:
-        if waiting and f"task:{LAST}/" in contribution[0].backing_device:
+    def arriving(self: Any, replica: int, local_step: int) -> bool:
+        is_sent = arrive(self, replica, local_step)
+        if is_sent and replica in waiting:
             waiting.pop()
             act()
-        return push(self, *contribution)
+        return is_sent
 
-    monkeypatch.setattr(rounds.RoundStep, "push", pushing)
+    monkeypatch.setattr(round_runner.RoundRunner, "arrive", arriving)
     return waiting
 
 
@@ -80,8 +81,15 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
     with_spares: Callable[[int], Any], straggler: Straggler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = with_spares(1)
-    push, pushed = rounds.RoundStep.push, []
-    monkeypatch.setattr(rounds.RoundStep, "push", lambda self, *given: (pushed.append(given), push(self, *given))[1])
+    prepare, pushed = rounds.RoundEngine.prepare, []
+
+    def preparing(*given: Any) -> rounds.RoundStep:
+        step = prepare(*given)
+        push = step.push
+        step.push = lambda *contribution: (pushed.append(contribution), push(*contribution))[1]
+        return step
+
+    monkeypatch.setattr(rounds.RoundEngine, "prepare", preparing)
     before = strategy.report()
     with strategy.scope():
         metrics = [Examples()]

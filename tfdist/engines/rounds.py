@@ -364,6 +364,7 @@ class RoundStep:
 
     Attributes:
       contribute: computes a contribution from a worker's iterator, on the default device, which is the worker.
+      push: sends a contribution from its worker, the default device, to the parameter servers.
       rebuild: packs flat logs into what Keras' step returns.
     """
 
@@ -403,7 +404,9 @@ class RoundStep:
         )
         scope_checks.check_graph(step, self.contribute)
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs]
-        self._push = self._trace(self._to_servers, self._specs)
+        self.push = self._trace(self._to_servers, self._specs)
+        if self._encoding is not None:
+            self.push = functools.partial(_push_encoded, self._encoding, self.push)
         self._packing = Packing()
         self.rebuild = self._packing.rebuild
         # By the number of contributions.
@@ -431,14 +434,6 @@ class RoundStep:
         if self._from_batch is None:
             specs = tf.nest.flatten(self._spec, expand_composites=True)
             self._from_batch = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
-
-    def push(self, *contribution: tf.Tensor) -> list[tf.Tensor]:
-        """Sends a contribution from its worker, the default device, to the parameter servers."""
-        if self._encoding is None:
-            return self._push(*contribution)
-        *pushed, sent = self._push(*contribution)
-        self._encoding.count(coordinator.this_worker(), int(sent.numpy()))
-        return pushed
 
     def update(
         self,
@@ -555,6 +550,12 @@ class RoundStep:
 
     def _pack(self, flat: Sequence[tf.Tensor]) -> ReplicaContribution:
         return tf.nest.pack_sequence_as(self._template, self._bundles.unpack(flat), expand_composites=True)
+
+
+def _push_encoded(counted: encoding.Encoding, push: Callable[..., Any], *contribution: tf.Tensor) -> list[tf.Tensor]:
+    *pushed, sent = push(*contribution)
+    counted.count(coordinator.this_worker(), int(sent.numpy()))
+    return pushed
 
 
 def part_of_batch(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:

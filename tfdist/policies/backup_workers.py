@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import cmath
-import collections
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
@@ -79,9 +78,8 @@ def _inverse(transform: list[complex], count: int, total: float, roots: int) -> 
 # Chooses the number of backup workers (spares) from measured gradient durations.
 
 
-WINDOW = 32
 _MIN_SAMPLES = 8
-_EVERY_UPDATES = WINDOW // 4
+_EVERY_UPDATES = 8
 # Minimum gain in the rate of gradients for a change.
 _HYSTERESIS = 1.05
 
@@ -89,9 +87,9 @@ _HYSTERESIS = 1.05
 class AutoSpares:
     """Maximises the rate of aggregated gradients, N / E[X(N:n)], from the recent durations of each replica.
 
-    The model assumes that each replica draws its next duration from its own last `WINDOW` durations, late gradients
-    included. This N trains fastest if the number of updates that training needs is proportional to 1/N (Chen et al.
-    2016, arXiv 1604.00981, section 3.2).
+    The model assumes that each replica draws its next duration from its own last durations, late gradients included.
+    This N trains fastest if the number of updates that training needs is proportional to 1/N (Chen et al. 2016, arXiv
+    1604.00981, section 3.2).
 
     Args:
       total_num_replicas: n, the number of replicas.
@@ -101,36 +99,24 @@ class AutoSpares:
     def __init__(self, total_num_replicas: int, max_spares: int) -> None:
         self._total = total_num_replicas
         self._max_spares = max_spares
-        self._durations: list[collections.deque[float]] = [
-            collections.deque(maxlen=WINDOW) for _ in range(total_num_replicas)
-        ]
         self._updates = 0
 
-    def measured(self, replica: int, secs: float) -> None:
-        """Records the duration of a gradient of `replica`, from start to arrival."""
-        self._durations[replica].append(secs)
-
-    def forget(self, replica: int) -> None:
-        """Forgets the durations of `replica`, which was replaced."""
-        self._durations[replica].clear()
-
-    def updated(self, spares: int, alive: Iterable[int]) -> tuple[int, str]:
+    def updated(self, spares: int, durations: Sequence[Sequence[float]]) -> tuple[int, str]:
         """Chooses the number of spares again after an update, once in `_EVERY_UPDATES` updates.
 
         Args:
           spares: the current number; at least n - `spares` replicas are alive.
-          alive: the living replicas.
+          durations: for each living replica, those of its last gradients, from start to arrival.
 
         Returns:
           The new number, and the reason for a change in words ("" without a change).
         """
         self._updates += 1
-        windows = [list(self._durations[replica]) for replica in alive]
-        if self._updates < _EVERY_UPDATES or min(map(len, windows)) < _MIN_SAMPLES:
+        if self._updates < _EVERY_UPDATES or min(map(len, durations)) < _MIN_SAMPLES:
             return spares, ""
         self._updates = 0
-        secs = expected_arrivals(windows)
-        return self._choose(spares, {self._total - count: secs[count - 1] for count in range(1, len(windows) + 1)})
+        secs = expected_arrivals(durations)
+        return self._choose(spares, {self._total - count: secs[count - 1] for count in range(1, len(durations) + 1)})
 
     def _choose(self, spares: int, secs: dict[int, float]) -> tuple[int, str]:
         """Chooses among numbers of spares; `secs` has the expected seconds per update of each."""
@@ -247,24 +233,14 @@ class BackupWorkers(base.Aggregation):
                 f"use {name} <= {total_num_replicas - 1}. {received}"
             )
 
-    def _accepts(self, replica: int, local_step: int) -> bool:
-        return local_step == self._step and replica not in self._accepted
-
-    def _measured(self, replica: int, secs: float) -> None:
-        if self._auto:
-            self._auto.measured(replica, secs)
-
     def _stepped(self) -> None:
         if self._auto:
-            self._change(*self._auto.updated(self._spares, self._alive()))
+            durations = [self._durations[replica] for replica in self._alive()]
+            self._change(*self._auto.updated(self._spares, durations))
 
     def _shrunk(self) -> None:
         if self._auto:
             self._change(*self._auto.lost(self._spares, self._lost))
-
-    def _returned(self, replica: int) -> None:
-        if self._auto:
-            self._auto.forget(replica)
 
     def _change(self, spares: int, reason: str) -> None:
         if spares != self._spares:

@@ -8,6 +8,8 @@ simulator and the tests.
 
 from __future__ import annotations
 
+import collections
+import functools
 from typing import Any
 
 from tfdist.policies.records import (
@@ -21,6 +23,9 @@ from tfdist.policies.records import (
     Outcome,
     Update,
 )
+
+# Makes the place of the last durations of a replica.
+_empty_window = functools.partial(collections.deque, maxlen=32)
 
 
 class Policy:
@@ -75,8 +80,8 @@ class Aggregation(Policy):
     holds a lock around each call. It keeps the lock from reading `update_due` until `updated` has returned, because a
     replica lost in between withdraws its gradient.
 
-    A subclass implements `replicas_to_aggregate` and `_accepts`. It may override the hooks at the end of the class
-    (`_measured`, `_stepped`, `_shrunk`, `_returned`). They are called after the state of this class was updated.
+    A subclass implements `replicas_to_aggregate`. It may override the hooks at the end of the class (`_stepped`,
+    `_shrunk`). They are called after the state of this class was updated.
     """
 
     def __init__(self) -> None:
@@ -90,6 +95,8 @@ class Aggregation(Policy):
         self._accepted: dict[int, Delivered] = {}
         # Replicas whose gradient was of this step, but was not needed.
         self._surplus: set[int] = set()
+        # Of each replica the durations of its last gradients, accepted or not, from start to arrival.
+        self._durations = collections.defaultdict[int, collections.deque[float]](_empty_window)
         self._opened_at = 0.0
         self._due_at = 0.0
         self._dropped: list[int] = []
@@ -220,11 +227,12 @@ class Aggregation(Policy):
     def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
         """Accepts or drops the gradient of `replica`, which was computed from the variables of `local_step`.
 
-        A gradient whose start is unknown is dropped: its replica was lost in the meantime.
+        Accepted are the first ones of the current step. A gradient whose start is unknown is dropped: its replica was
+        lost in the meantime.
         """
         staleness, needed = self._step - local_step, self.replicas_to_aggregate
         computation = self._end_computing(replica, local_step, time)
-        if computation is None or len(self._accepted) >= needed or not self._accepts(replica, local_step):
+        if computation is None or staleness or len(self._accepted) >= needed:
             self._drop(replica, computation, time)
             if computation and staleness == 0:
                 self._surplus.add(replica)
@@ -277,7 +285,7 @@ class Aggregation(Policy):
         self._withdraw(replica, time, Outcome.LOST)
         self._lost.discard(replica)
         self._fill()
-        self._returned(replica)
+        self._durations.pop(replica, None)
 
     def is_computing(self, replica: int, local_step: int) -> bool:
         """Returns True if `replica` has started a gradient for `local_step` that was not withdrawn."""
@@ -319,7 +327,7 @@ class Aggregation(Policy):
             return None
         del self._computing[replica]
         self._held_secs.idle_since[replica] = time
-        self._measured(replica, time - computation.start)
+        self._durations[replica].append(time - computation.start)
         return computation
 
     def _stepped_with(self, time: float, accepted: list[Contribution], numbers: list[int]) -> Update:
@@ -388,18 +396,8 @@ class Aggregation(Policy):
                 else f"{self!r} belongs to no strategy yet: call begin() first"
             )
 
-    def _accepts(self, replica: int, local_step: int) -> bool:
-        """Returns True if the gradient that has just arrived from a living replica enters the update that needs one."""
-        raise NotImplementedError
-
-    def _measured(self, replica: int, secs: float) -> None:
-        """Hook after each gradient, accepted or not: `secs` is the time from its start to its arrival."""
-
     def _stepped(self) -> None:
         """Hook after each update; may append to `_changes`."""
 
     def _shrunk(self) -> None:
         """Hook after the loss of a replica; may append to `_changes`."""
-
-    def _returned(self, replica: int) -> None:
-        """Hook after the return of a lost replica."""
