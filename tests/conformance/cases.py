@@ -501,7 +501,10 @@ def _order(strategy: Any) -> list[Any]:
 
 @_case("order of the data and of a part for validation")
 def _orders(strategy: Any) -> list[Any]:
-    """Each iterator of a shuffle draws an order; Keras makes one between epochs that it never reads."""
+    """Each iterator of a shuffle draws an order; Keras makes one between epochs that it never reads.
+
+    A second `fit` goes on with the orders.
+    """
     keras.utils.set_random_seed(3)
     data, validation = (
         tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(45, seed=seed).batch(batch_size(8)) for seed in (3, 4)
@@ -509,7 +512,9 @@ def _orders(strategy: Any) -> list[Any]:
     with strategy.scope():
         model = training.dense_model()
         model.compile(OPTIMIZERS.SGD(0.5), "mse", metrics=["mae"])
-    return [model.fit(data, epochs=3, verbose=0, validation_data=validation.take(2)).history, model.get_weights()]
+    part = validation.take(2)
+    fits = [model.fit(data, epochs=count, verbose=0, validation_data=part).history for count in (3, 2)]
+    return [fits, model.get_weights()]
 
 
 class _Halves(keras.Model):

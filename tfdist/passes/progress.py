@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that begin a distributed data set in the middle, for resuming `fit`; the strategies register them."""
+"""Functions that begin a data set in the middle, for resuming `fit`, or go on where the last pass over it ended."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat import patching
+from tfdist.compat.tensorflow import inputs
 from tfdist.passes.dataset_graph import DatasetGraph
 
 _RESTART = "_tfdist_restart"
+_DISTRIBUTED = "_tfdist_distributed"
+_ORDERS = "_tfdist_orders"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,27 @@ class Restart:
         return self.distribute(self.source.skip(batches) if batches else self.source)
 
 
+@dataclasses.dataclass
+class Orders:
+    """Numbers of iterators over a shuffle, each of which draws an order.
+
+    Attributes:
+      begun: over it and all data sets made of it.
+      by_chief: those that the chief has made.
+    """
+
+    begun: int = 0
+    by_chief: int = 0
+
+
+def orders_of(dataset: tf.data.Dataset) -> Orders:
+    """The numbers that all data sets made of the same shuffle share."""
+    shuffle = inputs.nearest_shuffle(dataset) or dataset
+    if not hasattr(shuffle, _ORDERS):
+        patching.put(shuffle, _ORDERS, Orders())
+    return getattr(shuffle, _ORDERS)
+
+
 def begin_passes(dataset: tf.data.Dataset, count: int, caches: bool, begun: int = 0) -> None:
     """Makes as many iterators as there were, so that the next one draws the order that comes after theirs.
 
@@ -71,6 +95,18 @@ def remember(distributed: Any, source: Any, distribute: Callable[[Any], Any]) ->
     if isinstance(source, tf.data.Dataset) and distributed is not source:
         patching.put(distributed, _RESTART, Restart(source, distribute))
     return distributed
+
+
+def distributed_once(dataset: tf.data.Dataset, engine: Any) -> Any:
+    """Distributes a data set by `engine.distribute`; one that is given again has the same result.
+
+    So a second `fit` goes on with the orders of its shuffles, as on one device, and sends no data again.
+    """
+    known = getattr(dataset, _DISTRIBUTED, None)
+    if known is None or known[0] is not engine:
+        known = engine, engine.distribute(dataset)
+        patching.put(dataset, _DISTRIBUTED, known)
+    return known[1]
 
 
 def restart_of(distributed: Any) -> Any:

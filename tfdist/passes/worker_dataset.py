@@ -68,10 +68,9 @@ class WorkerDataset(DistributedDataset):
         self._share_builder: Callable[[tf.Tensor], tf.data.Dataset] | None = None
         # Number of iterators that were made over the data, and of those that workers have read.
         self.passes = self.passes_read = 0
+        self._orders = progress.orders_of(dataset)
         # Number of iterators that each worker has made since it built its share. Only that worker's thread reads it.
         self._begun: dict[int, int] = {}
-        # The same of the chief.
-        self._begun_by_chief = 0
         # Data sets of `open_shares`, by worker and share, with the number of passes begun.
         self._opened: dict[tuple[int, int], tuple[tf.data.Dataset, int]] = {}
 
@@ -133,7 +132,8 @@ class WorkerDataset(DistributedDataset):
         return self._gone_on_with(rest, passes, batches)
 
     def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:
-        # The number of a pass determines its order on the workers.
+        # The number of a pass determines its order on the workers; the rest has the same shuffle.
+        self._orders.begun += passes
         rest.passes = self.passes + passes
         self.passes = rest.passes + (batches > 0)
         return rest
@@ -158,17 +158,18 @@ class WorkerDataset(DistributedDataset):
                 splitting.check_examples(batch, self.num_parts)
 
     def begin_pass(self) -> int:
-        """Returns the number of a new iterator over the data, from 1 on, which may never be read.
+        """Returns the number of a new iterator over the shuffle of the data, from 1 on, which may never be read.
 
         Keras makes iterators that it never reads, and on one device each iterator of a shuffle draws an order. So the
         order of a pass depends on this number.
         """
         self.passes += 1
-        return self.passes
+        self._orders.begun += 1
+        return self._orders.begun
 
     def local_iterator(self, number: int) -> Iterator[Any]:
         """Returns the chief's own iterator, over the whole data set, in the order of this pass."""
-        begun, self._begun_by_chief = self._begun_by_chief, max(number, self._begun_by_chief)
+        begun, self._orders.by_chief = self._orders.by_chief, max(number, self._orders.by_chief)
         progress.begin_passes(self.own, number - 1 - begun, caches=False)
         return iter(self.own)
 

@@ -38,7 +38,7 @@ from tfdist.engines.server_calls import ServerMemory, TaskUsages
 from tfdist.engines.streams import StreamEngine
 from tfdist.engines.transfer import plan as transfer_plan
 from tfdist.engines.transfer.encoding import Encoding
-from tfdist.passes import splitting, worker_batch
+from tfdist.passes import progress, splitting, worker_batch
 from tfdist.passes.handle import executions, one_by_one
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset
@@ -350,8 +350,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         caller, call = calls.epochs_being_made(), calls.current()
         trains = call is not None and call.trains
         replicas.check_fixed_sizes(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
-        dataset = inputs.untuned(inputs.sized(dataset, caller), caller)
-        described = self._training.distribute(dataset)
+        own = inputs.untuned(inputs.sized(dataset, caller), caller)
+        # Keras makes another data set of arrays for each call.
+        is_given = own is dataset
+        described = progress.distributed_once(own, self._training) if is_given else self._training.distribute(own)
         if calls.iterating_fit() is not None:
             described.check_first_batch()
         return described

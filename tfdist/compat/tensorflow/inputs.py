@@ -313,6 +313,13 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return dataset._inputs()
 
 
+def nearest_shuffle(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
+    """Returns the last shuffle on the way to a data set; None if there is none."""
+    if "Shuffle" in type(dataset).__name__:
+        return dataset
+    return next(filter(None, map(nearest_shuffle, inputs_of(dataset))), None)
+
+
 def functions_of_dataset(dataset: tf.data.Dataset) -> list[Any]:
     """Returns the concrete functions that a data set itself was made with, as by `map` and `filter`."""
     return [wrapper.function for wrapper in dataset._functions()]
