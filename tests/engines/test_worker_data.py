@@ -117,6 +117,21 @@ def test_order_of_a_pass_is_that_of_one_device(engine: AsynchronousEngine, shard
         assert [sorted(batch) for batch in batches] == expected[number - 1]
 
 
+def test_data_sets_made_of_one_shuffle_share_its_orders(engine: AsynchronousEngine) -> None:
+    source, expected = shuffled(), orders_on_one_device(shuffled(), 3)
+    made = [source, source.take(4), source]
+    for number, each in enumerate(made):
+        shares = read_batches(WorkerDataset(engine, each, "shard"))
+        batches = [shares[batch % WORKERS][batch // WORKERS] for batch in range(4)]
+        assert [sorted(batch) for batch in batches] == expected[number]
+
+
+def read_batches(dataset: WorkerDataset) -> list[list[list[int]]]:
+    """Returns the batches that each worker would read in one pass, each as its elements."""
+    shares = dataset.iterate_on_workers(dataset.begin_pass()).values
+    return [[batch.numpy().tolist() for batch in share] for share in shares]
+
+
 def test_order_that_the_chief_reads_is_that_of_one_device(engine: AsynchronousEngine) -> None:
     dataset, expected = WorkerDataset(engine, shuffled().take(2), "shard"), orders_on_one_device(shuffled(), 4)
     iterators = [iter(dataset) for _ in range(3)]
