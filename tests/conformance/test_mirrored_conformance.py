@@ -23,8 +23,12 @@ class TestMirrored(Conformance):
             "own functions",
             "transforms, clip rows after the sum",
         ),
-        *("step with slices", "step decorated", "step that assigns", "ragged"),
-        # `TestMultiWorker` has these.
+        *("step with slices", "step decorated", "step that assigns", "ragged", "order of the data"),
+        *("step mean_by_hand, one over", "step mean_by_hand, fewer examples than replicas"),
+        *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale, accumulation"),
+        *("loss one per example, one over", "penalties, sum_over_batch_size, one example left"),
+        # Workers, and replicas that span devices, have these.
+        *("interrupted and resumed", "transforms, identity, rows"),
         *("fewer examples than replicas, eagerly", "parts of two sizes, unknown"),
     }
     # "single batches" are a case.

@@ -21,6 +21,8 @@ _SLOW_LOOPS = {
         *("iterator_as_an_argument", "next_until_the_end", "optional_outside_of_a_graph", "data_sets_from_a_function"),
         *("models_saved", "models_exported", "signature_of_the_data_set"),
         *("data_set_as_an_argument", "iterator_made_in_a_graph"),
+        # `TestSpanningDevices` has these.
+        *("gradient_penalty", "checkpoints"),
     )
 }
 

@@ -125,6 +125,7 @@ def test_workers_go_on_together(tmp_path: pathlib.Path, policies: str, is_exact:
     assert len(left) == 2
 
 
+@pytest.mark.slow  # Workers above go on after both ends; `parameter_server_loops_checks.py` has the state of servers.
 def test_a_parameter_server_s_chief_goes_on(tmp_path: pathlib.Path):
     misfortunes = {"0": ["chief:0", 8, 9]}
     flags = ["--num_workers=1", "--num_ps=1", "--max_restarts=1"]

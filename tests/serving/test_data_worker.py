@@ -169,7 +169,7 @@ def every_state(*fast: Callable[[Setting], object]) -> pytest.MarkDecorator:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-@every_state(absent, stopped, late)
+@every_state(absent, stopped)
 def test_a_worker_ends_when_its_chief_is_done(setting: Setting, state: Callable[[Setting], object]) -> None:
     state(setting)
     setting.finish_chief()

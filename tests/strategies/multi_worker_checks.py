@@ -386,6 +386,7 @@ def test_a_backup_on_the_chiefs_own_disk_is_read_for_all(strategy: Any, both: Bo
     assert not (tmp_path / "disk-1").exists()
 
 
+@pytest.mark.slow  # `test_a_backup_on_the_chiefs_own_disk_is_read_for_all` restores one, too.
 def test_fit_in_scope_is_restored_from_a_backup(strategy: Any, tmp_path: pathlib.Path) -> None:
     class Stop(CALLBACKS.Callback):
         def on_epoch_end(self, epoch, logs=None):

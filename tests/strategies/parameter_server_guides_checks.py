@@ -250,7 +250,7 @@ def test_values_from_a_function(strategy: Any) -> None:
 # Optimizers.
 
 
-@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("in_graph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_optimizer_applied_first_outside_of_the_scope_keeps_its_slots_on_servers(
     strategy: Any, in_graph: bool
 ) -> None:
@@ -279,6 +279,7 @@ def _train(model: keras.Model, optimizer: Any, in_graph: bool) -> None:
         once(x, y)
 
 
+@pytest.mark.slow  # `test_two_optimizers_in_one_model` has two optimizers, and loops of MirroredStrategy both.
 def test_gradients_of_gradients_and_two_optimizers_in_one_step(strategy: Any) -> None:
     model, critic = dense(strategy, "sgd"), dense(strategy, "sgd")
     with strategy.scope():

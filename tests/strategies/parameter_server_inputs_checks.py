@@ -105,13 +105,15 @@ SOURCES = {
 }
 
 
+# Others read in the same way.
+SLOW_SOURCES = {"arrays", "batches", "flat map"}
 DYNAMIC = ["of unknown size", "generator"]
 SLOW_DYNAMIC = ["arrays", "repeated"]
 
 
 @pytest.mark.parametrize(
     ("strategy", "source"),
-    [("shard", source) for source in SOURCES]
+    [pytest.param("shard", each, marks=[pytest.mark.slow] if each in SLOW_SOURCES else []) for each in SOURCES]
     + [("dynamic", source) for source in DYNAMIC]
     + [pytest.param("dynamic", source, marks=pytest.mark.slow) for source in SLOW_DYNAMIC],
     indirect=["strategy"],
@@ -201,6 +203,7 @@ def test_validation_data_are_read_exactly(strategy: Any) -> None:
         assert [history[f"val_moment{power}"] for power in range(3)] == [[moment] * 2 for moment in moments(ALL[:50])]
 
 
+@pytest.mark.slow  # Keras splits arrays before the strategy sees them.
 def test_validation_split(strategy: Any) -> None:
     history = fit(observed_often(strategy), X, IDS, epochs=2, validation_split=0.25)
     held_back = ALL[int(COUNT * 0.75) :]
@@ -208,6 +211,7 @@ def test_validation_split(strategy: Any) -> None:
     assert [history[f"moment{power}"][1] for power in range(3)] == moments(ALL[: int(COUNT * 0.75)])
 
 
+@pytest.mark.slow  # `tests/conformance` has weights in arrays.
 def test_sample_weights_in_a_data_set(strategy: Any) -> None:
     weights = (ALL % 3).astype("f")
     weighted = tf.data.Dataset.from_tensor_slices((X, Y, weights)).batch(BATCH)
@@ -223,6 +227,7 @@ def test_sample_weights_in_a_data_set(strategy: Any) -> None:
         )
 
 
+@pytest.mark.slow  # Keras takes the part; `test_validation_data_are_read_exactly` has all of them.
 def test_a_part_of_the_validation_data(strategy: Any) -> None:
     model = observed_often(strategy)
     history = fit(model, X, IDS, validation_data=slices().batch(10).repeat(), validation_steps=3)
@@ -254,11 +259,13 @@ def test_more_workers_than_batches(strategy: Any) -> None:
     assert seen(history) == [moments(ALL[:few])] * 3
 
 
+@pytest.mark.slow  # All batches are whole, as in other tests.
 def test_data_that_drop_the_remainder(strategy: Any) -> None:
     history = fit(observed_often(strategy), slices().batch(BATCH, drop_remainder=True))
     assert seen(history) == [moments(ALL[: COUNT // BATCH * BATCH])]
 
 
+@pytest.mark.slow  # `test_layers_with_state_in_the_data_set` has layers that a worker needs, too.
 def test_a_data_set_maps_with_layers_of_the_scope(strategy: Any) -> None:
     """Random augmentation counts in a seed generator, and a normalization has statistics: variables of the scope."""
     with strategy.scope():

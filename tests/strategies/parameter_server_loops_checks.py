@@ -91,6 +91,7 @@ def test_state_of_transforms_is_saved_and_restored(strategy: Any, monkeypatch: p
     assert not any(np.any(each) for each in own.collect(model)[1])
 
 
+@pytest.mark.slow  # `test_the_end_of_an_early_stop_is_saved` and the pass of an interrupted training end so, too.
 def test_stopping_within_an_epoch(strategy: Any) -> None:
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -118,6 +119,7 @@ def test_the_learning_rate_is_the_one_set_before_the_step(strategy: Any) -> None
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow  # Weights are read and written as by any other callback.
 def test_the_best_weights_are_kept_and_restored(strategy: Any, tmp_path: pathlib.Path) -> None:
     """With a learning rate that makes it worse in every epoch, the best are those of the first."""
     model = dense(strategy, lambda: keras.optimizers.SGD(-0.01))

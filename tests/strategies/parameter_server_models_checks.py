@@ -30,6 +30,7 @@ from parameter_server_cluster import (
 # What the numbers are worth.
 
 
+@pytest.mark.slow  # `tests/conformance` compares the numbers of both.
 def test_it_learns_and_evaluates_what_it_learned(strategy: Any) -> None:
     # Of some initial values, whose rectifiers are all at rest, only the bias learns.
     keras.utils.set_random_seed(0)
@@ -101,6 +102,7 @@ class Subclassed(keras.Model):
         return self.outputs_(self.normalization(self.recurrent(inputs[:, :, None]), training=training))
 
 
+@pytest.mark.slow  # `tests/conformance` restores models that their data build.
 def test_a_subclassed_model_is_built_by_its_data_and_loads_elsewhere(strategy: Any, tmp_path: pathlib.Path) -> None:
     model = compiled(strategy, Subclassed)
     losses = fit(model, X, Y, epochs=3)
@@ -170,6 +172,7 @@ def test_two_optimizers_in_one_model(strategy: Any) -> None:
     assert int(model.second.iterations) == int(model.optimizer.iterations) == STEPS
 
 
+@pytest.mark.slow  # The test of metrics has several steps, too.
 def test_several_steps_per_execution(strategy: Any) -> None:
     model = dense(strategy, steps_per_execution=4, metrics=lambda: [Batches()])
     before = strategy.report()

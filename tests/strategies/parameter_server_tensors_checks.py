@@ -124,7 +124,7 @@ WIDE_OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 # A scale of losses is a factor of what is multiplied; "Adam" has the products.
-_SCALED = {"loss scaling": pytest.mark.slow}
+_SCALED = dict.fromkeys(("loss scaling", "clipping and decay"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

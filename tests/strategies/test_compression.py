@@ -111,7 +111,14 @@ def test_a_codec_that_sends_all_trains_as_one_device(
 
 
 @needs_mpi
-@pytest.mark.parametrize("other", ["tfdist.BackupWorkers(spares=0)", "tfdist.ParameterAveraging(every_steps=1)"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        # `test_compression_parameter_server.py` has most codecs beside it.
+        pytest.param("tfdist.BackupWorkers(spares=0)", marks=pytest.mark.slow),
+        "tfdist.ParameterAveraging(every_steps=1)",
+    ],
+)
 def test_it_does_so_beside_another_policy(other: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi")
     script = _prepared("TopK(1.0, momentum=0)", other) + BESIDE

@@ -103,6 +103,7 @@ def assert_copies_are_equal(model: keras.Model) -> None:
             ),
             {"steps_per_execution": 4},
             id="accumulation, ema, steps_per_execution",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             *(dense, lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01)), {}),

@@ -132,7 +132,7 @@ def trained(
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("steps_per_execution", [1, 5])
+@pytest.mark.parametrize("steps_per_execution", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_slow_replica_is_named_by_report_watch_and_page(
     cpus: list[str], tmp_path: pathlib.Path, steps_per_execution: int
 ) -> None:
