@@ -40,7 +40,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import model_parallel
-from tfdist.compat.keras import placement
+from tfdist.compat.keras import optimizers, placement
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import coordinator, graphs, replicas
 from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
@@ -532,7 +532,8 @@ class RoundStep:
             if self._encoding is not None:
                 gradients = encoding.scaled(gradients, self._rows.targets, self._rows.devices)
             total = total._replace(gradients=self._rows.joined(gradients))
-            self._step.update(total, lambda variable: tf.device(variable.value.device))
+            with optimizers.patched_attributes(_scaling_alone(self._step.model)):
+                self._step.update(total, lambda variable: tf.device(variable.value.device))
             for variable, count in zip(self._step.counters, total.counts, strict=True):
                 variable.value.assign_add(tf.cast(count, variable.dtype))
             return self._packing.pack(self._step.logs(total))
@@ -556,6 +557,11 @@ def _push_encoded(counted: encoding.Encoding, push: Callable[..., Any], *contrib
     *pushed, sent = push(*contribution)
     counted.count(coordinator.this_worker(), int(sent.numpy()))
     return pushed
+
+
+def _scaling_alone(model: keras.Model) -> list[tuple[Any, str, Any]]:
+    """Changes by which loss scaling updates here: its stock way can't be around gradient accumulation's conditional."""
+    return [change for each in optimizers.optimizers_of(model) for change in optimizers.scaling_alone(each)]
 
 
 def part_of_batch(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:
