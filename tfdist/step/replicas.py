@@ -472,7 +472,7 @@ def check_fixed_sizes(strategy: tf.distribute.Strategy, dataset: Any, num_parts:
     fixed = {layer.name: size for layer in models.layers_of(call.model) if (size := _size(layer)) is not None}
     if not fixed:
         return
-    batch_size = inputs.batch_size(dataset)
+    batch_size = splitting.static_size(dataset.element_spec) or inputs.batch_size(dataset)
     for name, size in fixed.items():
         if batch_size is not None and batch_size != size * num_parts:
             part = f"{batch_size / num_parts:g}"

@@ -14,7 +14,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
-from keras.src.backend.common import variables
 
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, fit, layers
@@ -26,7 +25,6 @@ NEEDS = (
     "keras.src.trainers.trainer:Trainer._compile_loss",
     "keras.src.trainers.trainer:Trainer._compile_metrics",
     "keras.src.trainers.trainer:Trainer._symbolic_build(data_batch)",
-    "keras.src.backend.common.variables:initialize_all_variables",
     "keras.src.layers.layer:Layer._flatten_layers",
     "keras.src.layers.layer:Layer._non_trainable_variables",
     "keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn",
@@ -236,8 +234,9 @@ def trace_scratch(
     except Exception as raised:
         error = raised
     made += len(layers.deferred()) - count
-    with tf.init_scope(), make():
-        variables.initialize_all_variables()
+    # Keras creates what was declared at the end of such a scope.
+    with tf.init_scope(), make(), keras.StatelessScope():
+        pass
     return made, error
 
 

@@ -39,7 +39,6 @@ NEEDS = (
     "keras:optimizers.LossScaleOptimizer._tf_apply",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._use_merge_call",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._accumulated_gradients",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._get_variable_index",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._iterations",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._learning_rate",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._model_variables_moving_average",
@@ -495,7 +494,7 @@ def trained_by(optimizer: Any) -> Sequence[Any]:
 
 def index_of(optimizer: Any, variable: Any) -> int:
     """The index of a variable in that order."""
-    return optimizer._get_variable_index(variable)
+    return optimizer._trainable_variables_indices[optimizer._var_key(variable)]
 
 
 def indices_of(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:

@@ -33,7 +33,6 @@ NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._create_per_worker_resources",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._is_dead_with_error",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._process_closure(closure)",
-    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker.worker_index",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue._error",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_is_worker_failure",
     "tensorflow.python.distribute.coordinator.coordinator_context:get_current_dispatch_context",
@@ -117,8 +116,8 @@ def after_each(
     life of the process.
     """
     reference = weakref.WeakMethod(method)
-    for worker in coordinator._cluster.workers:
-        given = worker._process_closure, lost, reference, worker.worker_index
+    for index, worker in enumerate(coordinator._cluster.workers):
+        given = worker._process_closure, lost, reference, index
         worker._process_closure = functools.partial(_followed, *given)
 
 
@@ -158,7 +157,7 @@ def this_worker() -> int:
 
 def lost_workers(coordinator: tf.distribute.coordinator.ClusterCoordinator) -> set[int]:
     """The workers that the coordinator has found dead and that are not back yet."""
-    return {worker.worker_index for worker in coordinator._cluster.workers if worker._is_dead_with_error}
+    return {index for index, worker in enumerate(coordinator._cluster.workers) if worker._is_dead_with_error}
 
 
 def is_task_failure(error: BaseException) -> bool:

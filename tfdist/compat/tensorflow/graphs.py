@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.ops import control_flow_v2_func_graphs
-from tensorflow.python.types import distribute
 
 from tfdist.compat import patching
 
@@ -30,8 +29,6 @@ NEEDS = (
     "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
     "tensorflow.python.autograph.core.config:CONVERSION_RULES",
     "tensorflow.python.autograph.core.config:DoNotConvert",
-    "tensorflow.python.types.distribute:Iterable",
-    "tensorflow.python.types.distribute:Iterator",
 )
 
 
@@ -165,13 +162,13 @@ def converted(function: Callable[..., Any], by_default: bool = False) -> Callabl
 
 # Base classes of objects whose iteration AutoGraph converts into a loop of the graph.
 #
-# There is no public way: `for x in iterator` in a `tf.function` becomes a loop in the graph for tensors, for tf.data's
-# own classes, and for what is derived from these two. Keras hands each `tf.distribute.DistributedIterator`, the public
-# class above them, into a function of its own as a whole.
+# `for x in iterator` in a `tf.function` becomes a loop in the graph for tensors, for tf.data's own classes, and for
+# classes derived from the bases of two public classes. Not of these two themselves: Keras hands a whole
+# `tf.distribute.DistributedIterator` into a function of its own.
 
 
-LoopIterator = distribute.Iterator
-LoopIterable = distribute.Iterable
+LoopIterator: Any = tf.distribute.DistributedIterator.__base__
+LoopIterable: Any = tf.distribute.DistributedDataset.__base__
 
 
 # Calls Python from a graph, with short error messages.

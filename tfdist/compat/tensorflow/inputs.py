@@ -17,24 +17,20 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import map_op, multi_device_iterator_ops
 from tensorflow.python.distribute import input_lib
-from tensorflow.python.eager.polymorphic_function import function_type_utils, polymorphic_function
-from tensorflow.python.framework import composite_tensor
+from tensorflow.python.eager.polymorphic_function import function_type_utils
 
 from tfdist.compat import patching
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import graphs, replicas
 
 NEEDS = (
-    "tensorflow.python.data.experimental.ops.distribute:compute_batch_size(dataset)",
     "tensorflow.python.distribute.input_lib:DistributedDataset._enable_get_next_as_optional",
     "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._cardinality",
     "tensorflow.python.distribute.input_lib:DistributedDataset._input_workers",
     "tensorflow.python.distribute.input_lib:DistributedDataset._type_spec",
     "tensorflow.python.distribute.input_lib:InputWorkers.serialize",
-    "tensorflow.python.framework.composite_tensor:CompositeTensor._type_spec",
     "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter.num_batches",
     "keras.src.trainers.data_adapters.tf_dataset_adapter:TFDatasetAdapter._dataset",
     "tensorflow.python.data.ops.map_op:_MapDataset.__init__(use_inter_op_parallelism)",
@@ -56,7 +52,6 @@ NEEDS = (
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_list",
     "tensorflow.python.distribute.input_lib:_SingleWorkerDatasetIteratorBase.get_next_as_optional_list",
     "tensorflow.python.eager.polymorphic_function.function_type_utils:make_function_type(input_signature)",
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function.get_concrete_function",
 )
 
 
@@ -79,7 +74,7 @@ class DistributedDatasetBase(input_lib.DistributedDataset):
 
 
 # A subclass has a property `_type_spec`.
-CompositeBatch = composite_tensor.CompositeTensor
+CompositeBatch = tf.__internal__.CompositeTensor
 
 
 def assume_full_batches(distributed: Any) -> None:
@@ -108,10 +103,9 @@ def set_length(distributed: Any, steps: int) -> None:
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the size of all batches but the last, or None if TensorFlow does not know it.
 
-    There is no public way: the shapes of a data set tell no size if the last batch may be smaller.
+    The shapes of a data set tell no size if the last batch may be smaller.
     """
-    size: Any = distribute.compute_batch_size(dataset)
-    size = int(size)
+    size = int(tf.raw_ops.ComputeBatchSize(input_dataset=tf.data.experimental.to_variant(dataset)))
     return size if size > 0 else None
 
 
@@ -446,7 +440,7 @@ def signature_of(element_spec: Any, handle_type: tf.TypeSpec) -> Any:
     if not tf.nest.is_nested(element_spec):
         return element_spec
     patching.once(function_type_utils, "make_function_type", _typing)
-    patching.once(polymorphic_function.Function, "get_concrete_function", _concrete)
+    patching.once(tf.__internal__.function.Function, "get_concrete_function", _concrete)
     parts = []
     for index, spec in enumerate(tf.nest.flatten(element_spec)):
         parts.append(copy.copy(spec))

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 NEEDS = (
     "tensorflow.python.lib.core._pywrap_py_func:initialize_py_trampoline",
-    "tensorflow.python.ops.gen_script_ops:py_func",
     "tensorflow.python.ops.script_ops:FuncRegistry._funcs",
     "tensorflow.python.ops.script_ops:_py_funcs",
     "tensorflow.core.protobuf.config_pb2:ConfigProto",
@@ -77,10 +76,9 @@ def call_function(inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> li
     Raises:
       tf.errors.InvalidArgumentError: when it runs on a server that has registered no function.
     """
-    from tensorflow.python.ops import gen_script_ops
+    import tensorflow as tf
 
-    results: Any = gen_script_ops.py_func(list(inputs), TOKEN, list(dtypes))
-    return list(results)
+    return list(tf.raw_ops.PyFunc(input=list(inputs), token=TOKEN, Tout=list(dtypes)))
 
 
 def _called(token: str, device: Any, arguments: Sequence[Any]) -> list[np.ndarray]:

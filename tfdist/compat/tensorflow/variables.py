@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import ps_values, sharded_variable, values
+from tensorflow.python.distribute import ps_values, values
 from tensorflow.python.eager import record, tape
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import resource_variable_ops
@@ -20,13 +20,10 @@ NEEDS = (
     "tensorflow.python.distribute.values:DistributedVariable._distribute_strategy",
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._handle",
-    "tensorflow.python.ops.resource_variable_ops:_variable_handle_from_shape_and_dtype",
-    "tensorflow.python.distribute.ps_values:AggregatingVariable._v",
     "tensorflow.python.distribute.ps_values:CachingVariable._dense_var_to_tensor",
     "tensorflow.python.distribute.ps_values:CachingVariable._gather_saveables_for_checkpoint",
     "tensorflow.python.distribute.ps_values:CachingVariable._v",
     "tensorflow.python.distribute.sharded_variable:ShardedVariable._saving_variable",
-    "tensorflow.python.eager.record:record_operation",
     "tensorflow.python.eager.record:stop_recording",
     "tensorflow.python.eager.tape:variable_accessed",
     "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs",
@@ -100,9 +97,7 @@ class LocalVariable(ResourceVariable):
 
     def __init__(self, value: tf.Tensor, trainable: bool = False) -> None:
         name = f"tfdist_local_{uuid.uuid4().hex}"
-        handle = resource_variable_ops._variable_handle_from_shape_and_dtype(
-            value.shape, value.dtype, name, "local_variable", graph_mode=True
-        )
+        handle = tf.raw_ops.VarHandleOp(shape=value.shape, dtype=value.dtype, shared_name=name, name="local_variable")
         super().__init__(
             trainable=trainable,
             shape=value.shape,
@@ -129,7 +124,7 @@ class LocalVariable(ResourceVariable):
 # operation has read a variable, which gradients depend on, tapes hear from private functions only.
 
 
-ShardedVariable = sharded_variable.ShardedVariable
+ShardedVariable = tf.__internal__.distribute.ShardedVariable
 without_recording = record.stop_recording
 
 
@@ -189,9 +184,8 @@ def record_read(variable: Any, copy: tf.Tensor) -> None:
     accumulators do so by the handle within the graph.
     """
     resource_variable_ops.variable_accessed(variable)
-    same: Callable[[Any], list[Any]] = lambda x: [x]  # noqa: E731
     for source in (variable.handle, tf.convert_to_tensor(variable.handle)):
-        record.record_operation("ReadVariableOp", [copy], [source], backward_function=same, forward_function=same)
+        tf.__internal__.record_gradient("ReadVariableOp", [source], (), [copy])
 
 
 def watch_handle(handle: tf.Tensor, is_trainable: bool) -> None:
