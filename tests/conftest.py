@@ -57,7 +57,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 _LONGEST_FILES = (
     "test_parameter_server.py",
     "test_mirrored_conformance.py",
-    "test_pod_group.py",
     "test_parameter_server_policies.py",
     "test_multi_worker_failures.py",
     "test_multi_worker_conformance.py",
@@ -70,6 +69,7 @@ _LONGEST_FILES = (
     "test_resume.py",
     "test_slurm.py",
     "test_compression.py",
+    "test_pod_group.py",
     "test_ssh.py",
     "test_fuzz.py",
     "test_communication.py",

@@ -22,17 +22,16 @@ class TestAggregated(Conformance):
         LOOPS
         | _LOOPS_OF_FIRST_CALLS
         | {"dicts", "sum loss", *TRANSFORMS[2:], *(f"step tracked by other names, {s}" for s in SIZES)}
-        # Seed generators must be made in the scope; each worker reads a share of its own.
-        | {"first call, seeds from outside", "order of the data"}
+        # Seed generators must be made in the scope.
+        | {"first call, seeds from outside"}
     )
     quick = frozenset(
         {
             *("global_clipnorm", "accumulation, clipnorm, ema", "embedding, clipnorm", TRANSFORMS[1]),
             # `TestBackupWorkers` on devices splits the step in the same way, with masks and slices.
-            *("steps_per_execution", "sum loss, even parts", "unknown length", "interrupted and resumed"),
-            *("dicts, even parts", "ragged", "no batches", "order of the data and of a part for validation"),
-            *("embedding, places", "step tracked by other names, even parts"),
-            *("loss scale, accumulation", "parts of two sizes, unknown"),
+            *("steps_per_execution", "unknown length", "interrupted and resumed", "ragged", "no batches"),
+            *("order of the data and of a part for validation", "embedding, places"),
+            *("loss scale, accumulation", "order of the data", "parts of two sizes, unknown"),
             *("step decorated", "own functions, step decorated"),
             # With validation data.
             "first call, optimizer of its own",

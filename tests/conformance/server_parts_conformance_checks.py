@@ -22,7 +22,7 @@ class TestServerParts(Conformance):
     logs_within = _Aggregated.logs_within
     # Where an operation runs depends on the parts of a step: `TestAggregated` has the others on one device each, and
     # `TestSpanningDevices` has them in one process.
-    quick = frozenset({"accumulation, clipnorm, ema", "embedding, clipnorm", TRANSFORMS[0], TRANSFORMS[2]})
+    quick = frozenset({"accumulation, clipnorm, ema", "embedding, clipnorm", TRANSFORMS[0]})
     slow_tests = frozenset(name for name in dir(Conformance) if name.startswith("test_")) - {
         "test_numbers_are_those_of_one_device",
         "test_steps_on_single_batches",

@@ -183,7 +183,11 @@ while attempt == 0: signal.pause()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"])
+# With a handler, the task that was told ends as any other that is preempted.
+@pytest.mark.parametrize(
+    "handler",
+    ["", pytest.param("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n", marks=pytest.mark.slow)],
+)
 def test_sigterm_to_the_whole_job_is_a_preemption(launch, handler):
     handler = f"if name == 'worker:1':\n    {handler}" if handler else ""
     done, code, lines = launch(f"tasks = 4\n{handler}{PREEMPT}", "--num_ps=1")

@@ -201,7 +201,7 @@ def test_in_the_warmup_phase_it_is_one_device_and_weights_scale_its_gradients(
     assert strategy.report().accepted == {"worker:0": 24 * 4, "worker:1": 0, "worker:2": 0, "worker:3": 0}
 
 
-@pytest.mark.parametrize("data", [shuffled, generator])
+@pytest.mark.parametrize("data", [shuffled, pytest.param(generator, marks=pytest.mark.slow)])
 def test_after_the_warmup_phase_all_take_part_in_the_same_fit(
     with_policies: Policies, data: Callable[[], tf.data.Dataset]
 ) -> None:
@@ -321,7 +321,9 @@ def test_an_error_in_the_model_is_raised_by_fit(with_policies: Policies) -> None
     assert np.isfinite(model.evaluate(X, Y, batch_size=BATCH, verbose=0)[0])
 
 
-@pytest.mark.parametrize("policy", [lambda: tfdist.SoftSync(2), lambda: tfdist.BackupWorkers(1)])
+@pytest.mark.parametrize(
+    "policy", [lambda: tfdist.SoftSync(2), pytest.param(lambda: tfdist.BackupWorkers(1), marks=pytest.mark.slow)]
+)
 def test_custom_loops_have_whole_batches_each_once(
     with_policies: Policies, policy: Callable[[], Any], capfd: pytest.CaptureFixture
 ) -> None:
