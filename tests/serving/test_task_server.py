@@ -106,6 +106,17 @@ def test_a_producer_of_the_data_service_does_without_the_front_door() -> None:
 
 
 @pytest.mark.processes
+def test_codecs_do_without_the_front_door() -> None:
+    (answer,) = run(
+        "from tfdist.compat.tensorflow import servers\n"
+        "servers.skip_package_init()\n"
+        "from tfdist.compression import on_servers\n"
+        "print('imported', on_servers.CodecServer.__name__)"
+    )
+    assert answer == "imported CodecServer"
+
+
+@pytest.mark.processes
 def test_what_is_not_there_is_said_in_one_line() -> None:
     (answer,) = run(
         "from tfdist.compat.tensorflow import servers\n"

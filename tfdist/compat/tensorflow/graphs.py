@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.ops import control_flow_v2_func_graphs
+from tensorflow.python.types import distribute
 
 from tfdist.compat import patching
 
@@ -29,6 +30,8 @@ NEEDS = (
     "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
     "tensorflow.python.autograph.core.config:CONVERSION_RULES",
     "tensorflow.python.autograph.core.config:DoNotConvert",
+    "tensorflow.python.types.distribute:Iterable",
+    "tensorflow.python.types.distribute:Iterator",
 )
 
 
@@ -163,12 +166,12 @@ def converted(function: Callable[..., Any], by_default: bool = False) -> Callabl
 # Base classes of objects whose iteration AutoGraph converts into a loop of the graph.
 #
 # `for x in iterator` in a `tf.function` becomes a loop in the graph for tensors, for tf.data's own classes, and for
-# classes derived from the bases of two public classes. Not of these two themselves: Keras hands a whole
-# `tf.distribute.DistributedIterator` into a function of its own.
+# classes derived from these two. They are the bases of two public classes, `tf.distribute.DistributedIterator` and
+# `DistributedDataset`; but a process that only serves imports this module, and has no public name of TensorFlow's.
 
 
-LoopIterator: Any = tf.distribute.DistributedIterator.__base__
-LoopIterable: Any = tf.distribute.DistributedDataset.__base__
+LoopIterator = distribute.Iterator
+LoopIterable = distribute.Iterable
 
 
 # Calls Python from a graph, with short error messages.
