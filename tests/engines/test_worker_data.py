@@ -101,6 +101,17 @@ def shuffled() -> tf.data.Dataset:
     return tf.data.Dataset.range(24).shuffle(24, seed=3).batch(6)
 
 
+def read_batches(dataset: WorkerDataset, number: int) -> list[list[list[int]]]:
+    """Returns the first batches, each as its elements, that each worker would read in a pass."""
+    shares = dataset.iterate_on_workers(number).values
+    return [[batch.numpy().tolist() for batch in itertools.islice(share, 4)] for share in shares]
+
+
+def by_turns(shares: list[list[list[int]]]) -> list[list[int]]:
+    """The four batches of which workers have read every third, each with its elements sorted."""
+    return [sorted(shares[batch % WORKERS][batch // WORKERS]) for batch in range(4)]
+
+
 @pytest.mark.parametrize("sharding", ["shard", "deal"])
 def test_order_of_a_pass_is_that_of_one_device(engine: AsynchronousEngine, sharding: str) -> None:
     """Keras makes an iterator between epochs that it never reads."""
@@ -108,28 +119,20 @@ def test_order_of_a_pass_is_that_of_one_device(engine: AsynchronousEngine, shard
     for number in (1, 3, 4):
         while dataset.begin_pass() < number:
             pass
-        values = dataset.iterate_on_workers(number).values
-        shares = [[batch.numpy().tolist() for batch in itertools.islice(share, 4)] for share in values]
+        shares = read_batches(dataset, number)
         if sharding == "shard":
-            batches = [shares[batch % WORKERS][batch // WORKERS] for batch in range(4)]
+            batches = by_turns(shares)
         else:
-            batches = [[*itertools.chain(*(share[batch] for share in shares))] for batch in range(4)]
-        assert [sorted(batch) for batch in batches] == expected[number - 1]
+            batches = [sorted(itertools.chain(*(share[batch] for share in shares))) for batch in range(4)]
+        assert batches == expected[number - 1]
 
 
 def test_data_sets_made_of_one_shuffle_share_its_orders(engine: AsynchronousEngine) -> None:
     source, expected = shuffled(), orders_on_one_device(shuffled(), 3)
     made = [source, source.take(4), source]
     for number, each in enumerate(made):
-        shares = read_batches(WorkerDataset(engine, each, "shard"))
-        batches = [shares[batch % WORKERS][batch // WORKERS] for batch in range(4)]
-        assert [sorted(batch) for batch in batches] == expected[number]
-
-
-def read_batches(dataset: WorkerDataset) -> list[list[list[int]]]:
-    """Returns the batches that each worker would read in one pass, each as its elements."""
-    shares = dataset.iterate_on_workers(dataset.begin_pass()).values
-    return [[batch.numpy().tolist() for batch in share] for share in shares]
+        dataset = WorkerDataset(engine, each, "shard")
+        assert by_turns(read_batches(dataset, dataset.begin_pass())) == expected[number]
 
 
 def test_order_that_the_chief_reads_is_that_of_one_device(engine: AsynchronousEngine) -> None:

@@ -29,6 +29,9 @@ print("modules", sum(name.startswith("tensorflow") for name in sys.modules))
 """
 
 
+SKIPPED = "from tfdist.compat.tensorflow import servers\nservers.skip_package_init()\n"
+
+
 def run(program: str, **env: str) -> list[str]:
     environment = {"PYTHONPATH": str(programs.ROOT), "PATH": "", "TF_CPP_MIN_LOG_LEVEL": "3", **env}
     done = subprocess.run(
@@ -93,9 +96,7 @@ def test_workers_of_one_host_share_its_cpus(cluster: Cluster, expected: int) -> 
 @pytest.mark.processes
 def test_a_producer_of_the_data_service_does_without_the_front_door() -> None:
     (answer,) = run(
-        "from tfdist.compat.tensorflow import servers\n"
-        "servers.skip_package_init()\n"
-        "from tensorflow.python.data.experimental.service import server_lib\n"
+        SKIPPED + "from tensorflow.python.data.experimental.service import server_lib\n"
         "dispatcher = server_lib.DispatchServer(server_lib.DispatcherConfig(port=0))\n"
         "address = dispatcher.target.partition('//')[2]\n"
         "config = server_lib.WorkerConfig(dispatcher_address=address, worker_address='127.0.0.1:%port%', port=0)\n"
@@ -108,10 +109,7 @@ def test_a_producer_of_the_data_service_does_without_the_front_door() -> None:
 @pytest.mark.processes
 def test_codecs_do_without_the_front_door() -> None:
     (answer,) = run(
-        "from tfdist.compat.tensorflow import servers\n"
-        "servers.skip_package_init()\n"
-        "from tfdist.compression import on_servers\n"
-        "print('imported', on_servers.CodecServer.__name__)"
+        SKIPPED + "from tfdist.compression import on_servers\nprint('imported', on_servers.CodecServer.__name__)"
     )
     assert answer == "imported CodecServer"
 
@@ -119,11 +117,7 @@ def test_codecs_do_without_the_front_door() -> None:
 @pytest.mark.processes
 def test_what_is_not_there_is_said_in_one_line() -> None:
     (answer,) = run(
-        "from tfdist.compat.tensorflow import servers\n"
-        "servers.skip_package_init()\n"
-        "import tensorflow as tf\n"
-        "try: tf.constant(1)\n"
-        "except AttributeError as error: print(error)"
+        SKIPPED + "import tensorflow as tf\ntry: tf.constant(1)\nexcept AttributeError as error: print(error)"
     )
     assert answer == "this process only serves: it has imported no tensorflow.constant"
 
