@@ -260,9 +260,11 @@ def check_shared(dataset: Any, options: Any) -> None:
 
 def _functions(dataset: tf.data.Dataset) -> list[list[Any]]:
     """Returns, of a data set and its sources, fingerprints of the functions and whether these filter."""
-    filters = inputs.is_filter(dataset)
-    own = [[filters, fingerprint_of(function)] for function in inputs.functions_of_dataset(dataset)]
-    return [*own, *(each for source in inputs.inputs_of(dataset) for each in _functions(source))]
+    return [
+        [inputs.is_filter(each), fingerprint_of(function)]
+        for each in inputs.with_sources(dataset)
+        for function in inputs.functions_of_dataset(each)
+    ]
 
 
 def _check_functions(functions: Mapping[Any, Sequence[Any]], is_for_predict: bool) -> None:
@@ -282,9 +284,8 @@ def _check_functions(functions: Mapping[Any, Sequence[Any]], is_for_predict: boo
 
 def _checksums(dataset: tf.data.Dataset) -> list[str]:
     """Returns checksums of what a data set and its sources were made with."""
-    values = inputs.values_of_dataset(dataset)
-    own = [f"examples of checksum {_checksum(values)}"] if values else []
-    return [*own, *(text for source in inputs.inputs_of(dataset) for text in _checksums(source))]
+    all_values = map(inputs.values_of_dataset, inputs.with_sources(dataset))
+    return [f"examples of checksum {_checksum(values)}" for values in all_values if values]
 
 
 def _validation_checksums() -> list[str]:
@@ -303,10 +304,12 @@ def _validation_checksums() -> list[str]:
 
 def _orders(dataset: tf.data.Dataset) -> list[str]:
     """Returns the seeds by which a data set and its sources shuffle, as Keras does arrays, or choose elements."""
-    drawing = "Random" if inputs.is_filter(dataset) else "RandomShuffle"
-    functions = inputs.functions_of_dataset(dataset)
-    own = [*inputs.seeds_of_dataset(dataset), *(seeds for each in functions for seeds in seeds_of(each, drawing))]
-    return [*own, *(text for source in inputs.inputs_of(dataset) for text in _orders(source))]
+    found: list[str] = []
+    for each in inputs.with_sources(dataset):
+        drawing = "Random" if inputs.is_filter(each) else "RandomShuffle"
+        found += inputs.seeds_of_dataset(each)
+        found += [seeds for function in inputs.functions_of_dataset(each) for seeds in seeds_of(function, drawing)]
+    return found
 
 
 def _compare_generated_after(generated: Sequence[inputs.FirstElements], agreement: Agreement) -> None:

@@ -351,7 +351,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         trains = call is not None and call.trains
         replicas.check_fixed_sizes(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
         own = inputs.untuned(inputs.sized(dataset, caller), caller)
-        # Keras makes another data set of arrays for each call.
+        # Keras makes another data set of arrays for each call: kept with it, they would wait for the garbage collector.
         is_given = own is dataset
         described = progress.distributed_once(own, self._training) if is_given else self._training.distribute(own)
         if calls.iterating_fit() is not None:

@@ -302,16 +302,16 @@ def read_directly(distributed: Any, devices: Sequence[str]) -> Any:
 _VALUES = ("_tensors", "_filenames", "_index", "_count")
 
 
-def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Returns the data sets that a data set reads from directly; an empty list for a source."""
-    return dataset._inputs()
+def with_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields a data set, and then all that it reads from, the nearest first."""
+    yield dataset
+    for source in dataset._inputs():
+        yield from with_sources(source)
 
 
 def nearest_shuffle(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     """Returns the last shuffle on the way to a data set; None if there is none."""
-    if "Shuffle" in type(dataset).__name__:
-        return dataset
-    return next(filter(None, map(nearest_shuffle, inputs_of(dataset))), None)
+    return next((each for each in with_sources(dataset) if "Shuffle" in type(each).__name__), None)
 
 
 def functions_of_dataset(dataset: tf.data.Dataset) -> list[Any]:
@@ -409,8 +409,8 @@ def _noted_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def generated_of(dataset: tf.data.Dataset) -> list[FirstElements]:
     """Returns those of the generators that a data set and its sources read."""
-    found = [dataset._tfdist_first_elements] if hasattr(dataset, "_tfdist_first_elements") else []
-    return found + [each for source in inputs_of(dataset) for each in generated_of(source)]
+    generators = [each for each in with_sources(dataset) if hasattr(each, "_tfdist_first_elements")]
+    return [each._tfdist_first_elements for each in generators]
 
 
 # The `element_spec` of a data set that gives handles: the specs of a batch, and a `tf.function` signature of handles.
