@@ -291,3 +291,17 @@ class Total(keras.metrics.Metric):
 
     def result(self):
         return self.total
+
+
+class Combined(Total):
+    """A metric whose state is no sum: what `combine` makes of it and the targets."""
+
+    def __init__(self, combine: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> None:
+        super().__init__()
+        self.combine = combine
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign(self.combine(tf.convert_to_tensor(self.total), y_true))
+
+    def result(self):
+        return tf.convert_to_tensor(self.total)

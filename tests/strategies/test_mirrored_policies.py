@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import keras
 import numpy as np
+import own_models
 import pytest
 import tensorflow as tf
 from training import (
@@ -52,6 +53,16 @@ def spared(cpus: list[str]) -> tfdist.MirroredStrategy:
 def test_loss_divided_by_weights_is_divided_within_replicas(strategy: tfdist.MirroredStrategy) -> None:
     found, expected = weighed_within_parts(strategy, strategy.num_replicas_in_sync)
     assert found == pytest.approx(expected)
+
+
+def test_a_maximum_is_refused_where_a_state_is_the_sum_of_its_copies(strategy: tfdist.MirroredStrategy) -> None:
+    with strategy.scope():
+        model = dense_model()
+        largest = own_models.Combined(lambda value, y: tf.maximum(value, tf.reduce_max(y)))
+        model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=[largest])
+    with pytest.raises(ValueError, match="on parameter servers as a maximum or minimum"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 0
 
 
 class Gate:

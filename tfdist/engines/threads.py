@@ -270,9 +270,8 @@ class ThreadedStep:
         self._is_whole = is_whole
         self._user_step = step
         divisor = 1 if losses.has_own_loss(step) else len(self._devices)
-        self._step = SplitTrainStep(
-            step, len(self._devices), divisor, can_take_maxima=True, transforms=gradients.transforms_of(strategy)
-        )
+        transforms = gradients.transforms_of(strategy)
+        self._step = SplitTrainStep(step, len(self._devices), divisor, transforms=transforms)
         self._template: ReplicaContribution | None = None
         # Devices of a flat contribution.
         self._homes: list[str] = []

@@ -339,10 +339,10 @@ def _handles(variable: Any) -> list[Any]:
     return [copy.handle for copy in copies if hasattr(copy, "handle")]
 
 
-# Classification of a variable's write by the traced graph: addition, maximum, minimum, or a new value.
+# Classification of a variable's write by the traced graph: addition, maximum, minimum, or another.
 
 
-ADDITION, MAXIMUM, MINIMUM, NEW, OTHER = "addition", "maximum", "minimum", "new", "other"
+ADDITION, MAXIMUM, MINIMUM, OTHER = "addition", "maximum", "minimum", "other"
 
 _COPIES = frozenset({"Identity", "Snapshot", "EnsureShape", "StopGradient"})
 _ADDITIONS = frozenset({"AddV2", "Add"})
@@ -354,13 +354,12 @@ def kind(value: tf.Tensor, start: tf.Tensor) -> str:
     """Returns the kind of change from `start` to `value`, two tensors of one graph.
 
     Returns:
-      ADDITION: `start + x`; MAXIMUM, MINIMUM: of `start` and `x`; NEW: `x`, where x does not depend on `start`. OTHER:
-      not recognised.
+      ADDITION: `start + x`; MAXIMUM, MINIMUM: of `start` and `x`, where x does not depend on `start`; else OTHER.
     """
     if value is start:
         return ADDITION
     if not depends(value, [start]):
-        return NEW
+        return OTHER
     operation = value.op
     first, *rest = operation.inputs
     if operation.type in _COPIES:

@@ -79,7 +79,7 @@ class SplitTrainStep:
       loss_divisor: Keras' divisor of each replica's loss: `num_replicas_in_sync` of the strategy.
       is_relative: True if a contribution has the difference of each state, and not its new value: for replicas that
         begin with different values.
-      can_take_maxima: True if contributions are summed by `add_up`, and not by an all-reduce.
+      can_take_maxima: True if contributions are summed by `add_up`, and a metric's variable is no sum of copies.
       transforms: those of the strategy; none by default.
       arrives_at_update: True if `arrived` is called for each contribution to an update.
     """
@@ -268,8 +268,9 @@ class SplitTrainStep:
         for variable, value, position in writes:
             mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
             if is_counted is not None and mode != "mean" and id(variable) not in counted_anyway:
-                is_sum = mode in ("count", "sum")
-                value = tf.where(is_counted, value, tf.zeros_like(value) if is_sum else scope.start_of(variable))
+                value = tf.where(
+                    is_counted, value, tf.zeros_like(value) if mode == "count" else scope.start_of(variable)
+                )
             if mode == "count":
                 self._layout.counters.append(variable)
                 counts.append(value)
@@ -277,8 +278,6 @@ class SplitTrainStep:
             self._layout.states.append(StateWrite(variable, mode, position))
             if mode in (recording.MAXIMUM, recording.MINIMUM):
                 maxima.append(value if mode == recording.MAXIMUM else -value)
-            elif mode == "sum":
-                new_states.append(value)
             else:
                 new_states.append(
                     summable(change(value, begun_with.get(id(variable)) if self._is_relative else None), weight)
@@ -291,8 +290,6 @@ class SplitTrainStep:
         is_readable = id(variable) not in self._findings.stand_ins
         start = scope.start_of(variable)
         kind = recording.kind(value, start) if is_readable and start is not None else recording.OTHER
-        if is_sum and kind == recording.NEW:
-            return "sum"
         if is_sum and not is_state:
             if is_readable and kind == recording.ADDITION:
                 return "count"
@@ -517,7 +514,7 @@ class StateWrite:
     """Non-trainable variable, with the reduction of its values over replicas."""
 
     variable: Any
-    # Reduction over replicas: "mean", "sum", "maximum" or "minimum".
+    # Reduction over replicas: "mean", "maximum" or "minimum".
     mode: str
     # Number of calls of `apply` before the write.
     position: int
