@@ -667,7 +667,8 @@ def _has_common_value(tensor: tf.Tensor, known: dict[Any, bool]) -> bool:
         return outer is not None and _is_common(outer, known)
     if operation.type == "StridedSlice" and operation.inputs[0].op.type in _SHAPES:
         return _is_other_axis(operation)
-    if operation.type in _SHAPES or operation.op_def.is_stateful or not operation.inputs:
+    # The shape of common rows is common, too.
+    if operation.op_def.is_stateful or not operation.inputs:
         return False
     return all(_is_common(each, known) for each in operation.inputs)
 
