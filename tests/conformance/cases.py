@@ -257,6 +257,18 @@ def _places(strategy: Any) -> Any:
     return training.trained(strategy, lambda: OPTIMIZERS.Adam(0.01, clipvalue=0.01), model, data=data)
 
 
+@_case("sparse inputs, clipvalue")
+def _sparse_inputs(strategy: Any) -> Any:
+    """Keras looks up each column that an example has once for all examples; clipping is after the sum of its rows."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,), sparse=True), LAYERS.Dense(4), LAYERS.Dense(1)])
+        model.compile(OPTIMIZERS.Adam(0.01, clipvalue=0.01), "mse")
+    rows = tf.sparse.from_dense(np.where(X > 0.5, X, 0))
+    data = tf.data.Dataset.from_tensor_slices((rows, Y)).batch(batch_size(8))
+    return model.fit(data, epochs=2, verbose=0).history, model.get_weights()
+
+
 @_case("single batches")
 def _single_batches(strategy: Any) -> Any:
     """A batch that every replica has counts once, in rows of tables, sums and counts."""
@@ -482,6 +494,17 @@ class _Reversed(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         self.starts.reverse()
+
+
+for _words, _fit in (("one over", {}), ("fewer examples than replicas", {"batch_size": 1, "epochs": 1})):
+
+    @_case(f"metrics of one number, {_words}", _fit)
+    def _metrics_of_one_number(strategy: Any, fit: dict[str, int]) -> Any:
+        """A number counts by the replica's share of the batch, wherever a mean gets it."""
+        metrics = [own_models.one_number, own_models.MeanOfBatch(name="of_batch"), own_models.AroundMean()]
+        return training.trained(
+            strategy, lambda: OPTIMIZERS.SGD(0.1), metrics=metrics, calls=["evaluate"], data=(X[:17], Y[:17]), fit=fit
+        )
 
 
 @_case("order of the data")

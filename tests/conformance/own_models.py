@@ -305,3 +305,27 @@ class Combined(Total):
 
     def result(self):
         return tf.convert_to_tensor(self.total)
+
+
+class MeanOfBatch(keras.metrics.Mean):
+    """Mean over the batches of one number for each."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(tf.reduce_mean(tf.abs(y_true - y_pred)))
+
+
+class AroundMean(keras.metrics.Metric):
+    """Keeps such a mean within itself."""
+
+    def __init__(self) -> None:
+        super().__init__(name="around")
+        self.mean = keras.metrics.Mean()
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.mean.update_state(one_number(y_true, y_pred))
+
+    def result(self):
+        return 2 * self.mean.result()
+
+    def reset_state(self):
+        self.mean.reset_state()

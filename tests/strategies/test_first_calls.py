@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import warnings
 from typing import Any
 
 import first_call_models
@@ -37,6 +38,22 @@ def test_a_batch_without_an_axis_of_examples_is_named(strategy: Any) -> None:
         pytest.raises(ValueError, match="slice index 1 of dimension 0"),
     ):
         first_call_models.fitted_with_pairs(strategy)
+
+
+class Raising(keras.Model):
+    """A step that fails with a whole batch, too."""
+
+    def train_step(self, data):
+        raise ValueError("of its own")
+
+
+def test_error_of_a_step_itself_is_not_put_down_to_parts(strategy: Any) -> None:
+    with strategy.scope():
+        model = Raising()
+        model.compile("sgd", "mse")
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="of its own"):
+        warnings.simplefilter("error", RuntimeWarning)
+        model.fit(first_call_models.X, first_call_models.Y, verbose=0)
 
 
 def test_weights_made_outside_of_the_scope_are_named(strategy: Any) -> None:

@@ -534,7 +534,7 @@ class RoundStep:
             total = total._replace(gradients=self._rows.joined(gradients))
             with optimizers.patched_attributes(_scaling_alone(self._step.model)):
                 self._step.update(total, lambda variable: tf.device(variable.value.device))
-            for variable, count in zip(self._step.counters, total.counts, strict=True):
+            for variable, count in zip(self._step.counters, self._step.counts(total), strict=True):
                 variable.value.assign_add(tf.cast(count, variable.dtype))
             return self._packing.pack(self._step.logs(total))
 

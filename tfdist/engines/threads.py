@@ -350,7 +350,7 @@ class ThreadedStep:
     def _apply(self, contributions: Sequence[ReplicaContribution]) -> list[tf.Tensor]:
         total = add_up(contributions)
         self._step.update(total, num_contributions=len(contributions), assign=one_replica.assign_all)
-        for variable, count in zip(self._step.counters, total.counts, strict=True):
+        for variable, count in zip(self._step.counters, self._step.counts(total), strict=True):
             # A metric's value is the sum over its copies.
             one_replica.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
         return self._packing.pack(self._step.logs(total))

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -165,10 +165,6 @@ def _is_of_users_code(loss: Any) -> bool:
 # its own means by the number of replicas, except within `counted_as_one`.
 
 
-# Metrics by which a step of its own keeps numbers of a batch, such as its loss.
-_OF_SCALARS = (keras.metrics.Mean, keras.metrics.Sum)
-
-
 @dataclasses.dataclass(frozen=True)
 class LossWeights:
     """The weights of one step.
@@ -253,11 +249,13 @@ def _patches(
     total: Any = None,
     holders: Any = None,
     counts: Callable[[], Any] = lambda: 1.0,
+    by_examples: CountedByExamples | None = None,
 ) -> list[tuple[Any, str, Any]]:
     """Returns patches by which the losses of a replica, and metrics of them, count as on one device.
 
     Keras weights each replica's loss by its examples, which is wrong for sums. It doesn't weight the losses of single
-    outputs, nor numbers that a step computes itself, and divides penalties by the number of replicas.
+    outputs, nor numbers that a step, or a function given as a metric, computes itself, and divides penalties by the
+    number of replicas.
 
     Args:
       model: the model.
@@ -269,9 +267,11 @@ def _patches(
       total: number of examples in all parts together, if known.
       holders: number of replicas that count; all by default.
       counts: returns 1 for a replica that counts, else 0.
+      by_examples: weighs numbers in place of `share`.
     """
-    of_scalars = [metric for metric in model.metrics if has_own_loss and type(metric) in _OF_SCALARS]
-    weighing = {id(metric): (metric, _weighing_scalars(metric, share)) for metric in of_scalars}
+    sums = [metric for metric in model.metrics if has_own_loss and type(metric) is keras.metrics.Sum]
+    weight_of = by_examples.weight_of if by_examples else lambda metric: lambda is_asked: share() if is_asked else None
+    weighing = {id(metric): (metric, _weighing_sums(metric, weight_of(metric))) for metric in sums}
     are_sums, changes = _are_sums(model), []
     if rows is not None and are_sums:
         holders = num_replicas if holders is None else holders
@@ -281,13 +281,18 @@ def _patches(
         whole = (lambda: total * counts() / holders) if is_all and total is not None else None
         # One for each loss, or none for a single one.
         pairs = zip(models.trackers_of_single(model), are_sums, strict=False)
-        single: list[tuple[Any, ...]] = [(metric, *(of_sum if is_one else (share, 1.0))) for metric, is_one in pairs]
-        if id(tracker) not in weighing:
+        single: list[tuple[Any, ...]] = [
+            (metric, *(of_sum if is_one else (functools.partial(weight_of(metric), True), 1.0)))
+            for metric, is_one in pairs
+        ]
+        if not has_own_loss:
             single.append((tracker, whole, of_sum[1] if is_all else 1.0))
         weighing |= {id(metric): (metric, _weighing(metric, rows, *how)) for metric, *how in single}
     if num_replicas > 1 and (rows is not None or num_replicas != divisor):
         # Penalties are means over the replica's examples.
         changes = [models.multiplied_losses(model, lambda: share() * divisor)] if all(are_sums or [False]) else []
+    means = [mean for mean in models.means_in(model.metrics) if num_replicas > 1 and id(mean) not in weighing]
+    changes += [models.weighed_numbers(mean, weight_of(mean)) for mean in means]
     return [*((metric, "update_state", update) for metric, update in weighing.values()), *changes]
 
 
@@ -337,30 +342,27 @@ def _weighing(metric: Any, rows: Callable[[], Any], weight: Callable[[], Any] | 
         values = tf.where(rows() > 0, values, tf.zeros_like(values))
         values = values if isinstance(factor, float) and factor == 1.0 else values * tf.cast(factor, values.dtype)
         sample_weight = weight() if weight else sample_weight
-        return update_state(values) if sample_weight is None else _update_weighed(update_state, values, sample_weight)
+        return (
+            update_state(values)
+            if sample_weight is None
+            else models.update_weighed(update_state, values, sample_weight)
+        )
 
     return update
 
 
-def _weighing_scalars(metric: Any, weight: Callable[[], Any]) -> Callable[..., Any]:
+def _weighing_sums(metric: Any, weight: Callable[[bool], Any]) -> Callable[..., Any]:
     """Weights a scalar that a step computes from its examples, such as its loss, by the replica's share of them."""
     update_state = metric.update_state
 
     def update(values: Any, sample_weight: Any = None) -> Any:
+        found = weight(sample_weight is None and models.is_number(values))
         # An integer is a count, which is summed over the replicas.
-        is_number = tf.as_dtype(getattr(values, "dtype", "int32")).is_floating
-        if getattr(values, "shape", (0,)) != () or not is_number:
+        if not models.is_number(values):
             return update_state(values, sample_weight)
-        return _update_weighed(update_state, values, weight() if sample_weight is None else sample_weight)
+        return models.update_weighed(update_state, values, found if sample_weight is None else sample_weight)
 
     return update
-
-
-def _update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) -> Any:
-    weight = tf.cast(weight, tf.float32)
-    # Without examples a mean is NaN, and NaN times a weight of 0 is NaN.
-    values = tf.where(weight > 0, values, tf.zeros_like(values))
-    return update_state(values, sample_weight=weight)
 
 
 def _with_values(gradient: Any, values: tf.Tensor) -> Any:
@@ -434,16 +436,62 @@ class ReplicaLosses:
         has_examples = 1.0 if rows is None or not may_be_empty else tf.cast(rows > 0, tf.float32)
         return float(self.num_replicas) * has_examples
 
-    def patches(self, batch: Any, batch_rows: tf.Tensor | None, has_own_loss: bool) -> list[tuple[Any, str, Any]]:
+    def patches(
+        self,
+        batch: Any,
+        batch_rows: tf.Tensor | None,
+        has_own_loss: bool,
+        by_examples: CountedByExamples | None = None,
+    ) -> list[tuple[Any, str, Any]]:
         """Returns patches by which losses, and metrics of them, count as on one device.
 
         Args:
           batch: the replica's part.
           batch_rows: number of examples in all parts together, if known.
           has_own_loss: True if the step computes losses of its own.
+          by_examples: counts numbers where `batch_rows` is not known.
         """
         count, rows = self.num_replicas, splitting.rows(batch)
         share = functools.partial(share_of_batch, batch, batch_rows, count)
         known = share, None if rows is None else lambda: rows
         total = None if batch_rows is None else tf.cast(batch_rows, tf.float64)
-        return _patches(self.model, count, self.divisor, has_own_loss and count > 1, *known, total)
+        has_own_loss &= count > 1
+        return _patches(self.model, count, self.divisor, has_own_loss, *known, total, by_examples=by_examples)
+
+
+class CountedByExamples:
+    """Metrics that count a replica's number by its examples, where those of the whole batch are not known.
+
+    At the update their counts are divided by the examples of all contributions.
+
+    Args:
+      batch: the replica's part.
+      num_replicas: largest number of replicas.
+      left_out: ids of metrics that are given numbers and values alike, so that they can't be divided.
+    """
+
+    def __init__(self, batch: Any, num_replicas: int, left_out: Container[int]) -> None:
+        self._batch = batch
+        self._num_replicas = num_replicas
+        self._left_out = left_out
+        # By id: a metric, and for its updates True if they were of such numbers.
+        self._updates: dict[int, tuple[Any, set[bool]]] = {}
+
+    def weight_of(self, metric: Any) -> Callable[[bool], Any]:
+        """Returns the weight of a metric's updates; see `models.weighed_numbers`."""
+
+        def weight(is_asked: bool) -> Any:
+            if id(metric) in self._left_out:
+                return share_of_batch(self._batch, None, self._num_replicas) if is_asked else None
+            self._updates.setdefault(id(metric), (metric, set()))[1].add(is_asked)
+            return splitting.rows(self._batch) if is_asked else None
+
+        return weight
+
+    def mixed(self) -> list[Any]:
+        """Returns the metrics that must be left out, once the step was traced."""
+        return [metric for metric, kinds in self._updates.values() if len(kinds) > 1]
+
+    def variables(self) -> set[int]:
+        """Returns the ids of the variables whose counts are to be divided, once the step was traced."""
+        return {id(v) for metric, kinds in self._updates.values() if True in kinds for v in metric.variables}

@@ -61,9 +61,23 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
             raise refused
         # Both had a part of a batch. The step may need a whole batch, and may have created all its variables.
         if failed is not None and is_of_its_own and isinstance(failed, ValueError | tf.errors.InvalidArgumentError):
-            _warn_about_parts(strategy, model, step, failed)
+            function, whole = getattr(model, step), _whole(batch, strategy.num_replicas_in_sync)
+            if rehearse(strategy, function, [whole], {}, used_by(function)) is None:
+                _warn_about_parts(strategy, model, step, failed)
 
     models.build_instead(model, build)
+
+
+def _whole(part: Any, num_replicas: int) -> Any:
+    """Returns the specs of a batch of which a replica has this part."""
+
+    def of_all(leaf: Any) -> Any:
+        spec = _spec(leaf)
+        if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank or spec.shape[0] is None:
+            return spec
+        return tf.TensorSpec([spec.shape[0] * num_replicas, *spec.shape[1:]], spec.dtype)
+
+    return tf.nest.map_structure(of_all, part)
 
 
 def _warn_about_parts(strategy: tf.distribute.Strategy, model: keras.Model, step: str, error: Exception) -> None:

@@ -57,6 +57,8 @@ class _Layout:
 
     applied: list[Applied] = dataclasses.field(default_factory=list)
     counters: list[Any] = dataclasses.field(default_factory=list)
+    # Ids of the counters whose sums are divided by the examples of all contributions.
+    by_examples: set[int] = dataclasses.field(default_factory=set)
     states: list[StateWrite] = dataclasses.field(default_factory=list)
     # For each gradient: True if it has rows that all replicas look up alike, to be added up row by row.
     has_common_rows: list[bool] = dataclasses.field(default_factory=list)
@@ -162,7 +164,8 @@ class SplitTrainStep:
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
-        changed += self._losses.patches(batch, batch_rows, losses.has_own_loss(self._step))
+        by_examples = self._counted_by_examples(batch, batch_rows)
+        changed += self._losses.patches(batch, batch_rows, losses.has_own_loss(self._step), by_examples)
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
         if self._total_num_replicas > 1:
@@ -177,6 +180,9 @@ class SplitTrainStep:
                 handles.without_optionals(batch_given)
             )
             self._notice_summaries()
+        if by_examples:
+            self._findings.ask_without(by_examples.mixed())
+            layout.by_examples = by_examples.variables()
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
         is_counted = rows > 0 if is_filled and rows is not None else None
@@ -227,6 +233,13 @@ class SplitTrainStep:
         if line not in self._said:
             self._said.add(line)
             _log.say(line)
+
+    def _counted_by_examples(self, batch: Any, batch_rows: tf.Tensor | None) -> losses.CountedByExamples | None:
+        """Returns the metrics that count by examples; None if a replica's share of the batch is known."""
+        is_known = batch_rows is not None or splitting.rows(batch) is None or splitting.static_size(batch)
+        if is_known or self._total_num_replicas == 1 or not self._can_take_maxima:
+            return None
+        return losses.CountedByExamples(batch, self._total_num_replicas, self._findings.mixed)
 
     def _may_be_empty(self, batch: Any) -> bool:
         return self._total_num_replicas > 1 and replicas.may_lack_examples([batch])
@@ -348,6 +361,15 @@ class SplitTrainStep:
         return shipped
 
     # The second half.
+
+    def counts(self, total: ReplicaContribution) -> list[tf.Tensor]:
+        """Returns the increments of `counters`, from the sum of contributions."""
+        return [
+            tf.math.divide_no_nan(count, tf.cast(total.weight, count.dtype))
+            if id(counter) in self._layout.by_examples
+            else count
+            for counter, count in zip(self.counters, total.counts, strict=True)
+        ]
 
     def arrived(
         self, contribution: ReplicaContribution, weight: Any, staleness: Any, contributors: int, is_scaled: bool

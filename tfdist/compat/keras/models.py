@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -310,6 +310,62 @@ def _given_metrics(model: keras.Model) -> list[Any]:
 def function_of(metric: Any) -> Any:
     """The function that a metric is the mean of; None if it wraps none."""
     return getattr(metric, "_fn", None)
+
+
+# Weights of numbers that a mean gets from a step, such as a loss, or from a function given to `compile`.
+
+
+_WEIGHT = "_tfdist_weight_of_numbers"
+
+
+def means_in(metrics: Sequence[Any]) -> list[Any]:
+    """The metrics among these, and within them, that are a `keras.metrics.Mean`."""
+    found: dict[int, Any] = {}
+    waiting = list(metrics)
+    while waiting:
+        metric = waiting.pop()
+        if id(metric) not in found:
+            found[id(metric)] = metric
+            waiting += [*getattr(metric, "_metrics", ()), *getattr(metric, "metrics", ())]
+    return [metric for metric in found.values() if isinstance(metric, keras.metrics.Mean)]
+
+
+def weighed_numbers(mean: Any, weight: Callable[[bool], Any]) -> tuple[Any, str, Any]:
+    """An attribute that has a mean weigh a single float that it is given without a weight: (object, name, value).
+
+    Args:
+      mean: a `keras.metrics.Mean`.
+      weight: called at each update: with True if it is of such a number, for its weight. Where that is 0, the number
+        may be NaN.
+    """
+    # An instance's own `update_state` would not do: a subclass calls that of `Mean`.
+    patching.once(keras.metrics.Mean, "update_state", _weighing_numbers)
+    return mean, _WEIGHT, weight
+
+
+def _weighing_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        weight = patching.get(self, _WEIGHT)
+        if weight is None:
+            return plain(self, values, sample_weight)
+        found = weight(sample_weight is None and is_number(values))
+        if not is_number(values):
+            return plain(self, values, sample_weight)
+        return update_weighed(functools.partial(plain, self), values, found if sample_weight is None else sample_weight)
+
+    return update_state
+
+
+def is_number(values: Any) -> bool:
+    """Returns True for a tensor of a single float; an integer is a count."""
+    return getattr(values, "shape", None) == () and tf.as_dtype(getattr(values, "dtype", "int32")).is_floating
+
+
+def update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) -> Any:
+    """Updates a metric by values with a weight; where that is 0, the values may be NaN, as a mean of no examples is."""
+    weight = tf.cast(weight, tf.float32)
+    values = tf.where(weight > 0, values, tf.zeros_like(values))
+    return update_state(values, sample_weight=weight)
 
 
 def forget_added(model: keras.Model) -> None:
