@@ -144,9 +144,9 @@ def with_policy(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
     return data.with_options(options)
 
 
-def lines(directory: pathlib.Path) -> tf.data.Dataset:
-    """Pairs of the numbers in three files: the workers have different numbers of them."""
-    paths = [directory / f"{number}.txt" for number in range(3)]
+def lines(directory: pathlib.Path, count: int = 3) -> tf.data.Dataset:
+    """Pairs of the numbers in three files, or fewer: the workers have different numbers of them."""
+    paths = [directory / f"{number}.txt" for number in range(count)]
     if index() == 0:
         for number, path in enumerate(paths):
             path.write_text("\n".join(str(each) for each in range(7 * number, 7 * number + 7)))
@@ -201,7 +201,11 @@ def test_own_data_sets_of_different_lengths_are_all_used(strategy: Any, doubling
         doubling.predict(data, verbose=0)
 
 
-def test_data_of_which_nobody_knows_whose_they_are_are_refused(strategy: Any, doubling: keras.Model) -> None:
+def test_data_of_which_nobody_knows_whose_they_are_are_refused(
+    strategy: Any, doubling: keras.Model, both: Both, tmp_path: pathlib.Path
+) -> None:
+    lines(tmp_path)
+    both(None)  # the files are written
     signature = (tf.TensorSpec([1]), tf.TensorSpec([1]))
     numbers = ((number, number) for number in NUMBERS)
     generated = tf.data.Dataset.from_generator(lambda: numbers, output_signature=signature)
@@ -209,6 +213,7 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(strategy: Any, do
         (lambda: with_policy(generated.batch(4), "OFF"), "a Python generator may be the same on all or not"),
         (lambda: with_policy(pairs().batch(4), "HINT"), "AutoShardPolicy.HINT and without dataset.shard"),
         (lambda: with_policy(pairs().batch(4), "FILE"), "AutoShardPolicy.FILE needs a data set that reads files"),
+        (lambda: with_policy(lines(tmp_path, 1), "FILE"), "FILE needs .* the dataset only has 1 file"),
         (lambda: with_policy(pairs().batch(4), "OFF" if index() else "AUTO"), "must be given the same data set"),
         (lambda: pairs().take(20 + index()).batch(4), "must be given the same data set"),
         (lambda: pairs().shuffle(40, seed=index()).batch(4), "shuffle in different orders.* seeds .*/1 on worker:1"),

@@ -18,7 +18,7 @@ from tfdist import _log
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import inputs
 from tfdist.engines.agreement import Agreement
-from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of, seeds_of
+from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of, rebuild, seeds_of
 from tfdist.passes.handle import DistributedDataset
 from tfdist.strategies import _shared_calls
 
@@ -114,6 +114,8 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
             _compare_generated_after(generated, agreement)
     # Files have no order, so predictions need all of them on each worker.
     if policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict):
+        if policy == _POLICY.FILE:
+            _check_files(dataset, len(found))
         return Division.TENSORFLOW
     orders = {task: orders for task, (_, _, _, (orders, _), *_) in found.items()}
     if len(set(map(tuple, orders.values()))) > 1:
@@ -128,13 +130,40 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
-        reason = str(error).partition("}} ")[2].splitlines()[0][:200].removesuffix(" goo.gle/debugonly  ").strip()
+        reason = (
+            str(error)
+            .partition("}} ")[2]
+            .splitlines()[0]
+            .partition(". If you")[0][:200]
+            .removesuffix(" goo.gle/debugonly  ")
+            .strip()
+        )
     else:
         return
     raise ValueError(
         "dataset: AutoShardPolicy.FILE needs a data set that reads files, at least one for each worker; leave the "
         f"option away: each worker then reads all, and takes its part of each batch. Received: {reason}"
     )
+
+
+def _check_files(dataset: tf.data.Dataset, num_workers: int) -> None:
+    """Raises ValueError if there are fewer files than workers, which TensorFlow would find in a step.
+
+    The first worker's share counts the files when it is read. Data that need Python of this process are not read.
+    """
+    graph = DatasetGraph(dataset)
+    if graph.lives_in_python:
+        return
+    with explained():
+        share = tf.raw_ops.AutoShardDataset(
+            input_dataset=tf.data.experimental.to_variant(rebuild(graph.without_shuffles(), dataset.element_spec)),
+            num_workers=num_workers,
+            index=0,
+            auto_shard_policy=_POLICY.FILE.value,
+            output_types=[tf.variant],
+            output_shapes=[[]],
+        )
+        next(iter(tf.data.experimental.from_variant(share, dataset.element_spec)), None)
 
 
 class _Content(NamedTuple):
