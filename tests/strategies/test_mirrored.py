@@ -108,6 +108,18 @@ def test_what_run_returns_may_be_reduced_as_a_structure(strategy):
     assert tf.nest.map_structure(float, numbers()) == ({"id": 1.0}, {"id": 0.5})
 
 
+class TwoRowsEach(keras.Sequential):
+    def predict_step(self, data):
+        return tf.repeat(super().predict_step(data), 2, axis=0)
+
+
+def test_predictions_of_single_batch_may_have_more_rows(strategy):
+    with strategy.scope():
+        model = TwoRowsEach([keras.Input((3,)), keras.layers.Dense(1)])
+    x = np.ones((1, 3), np.float32)
+    np.testing.assert_allclose(model.predict_on_batch(x), model.predict(x, verbose=0))
+
+
 def test_float16_skips_updates_that_are_not_finite_on_any_replica(strategy):
     keras.config.set_dtype_policy("mixed_float16")
     try:

@@ -607,15 +607,19 @@ def _single(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def _own(outputs: Any, x: Any, strategy: Any) -> Any:
-    """Picks this process' rows of outputs; those with another number of rows than the input are not changed."""
-    copies = strategy.num_replicas_in_sync
-    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in keras.tree.flatten(x)]
-    rows = {shape[0] for shape in shapes if len(shape)}
-    if copies == 1 or len(rows) != 1:
+    """Picks the rows of outputs that this process' examples have; of several replicas in a process, those of one."""
+    copies, has_others = strategy.num_replicas_in_sync, replicas.has_other_workers(strategy)
+    if copies == 1:
         return outputs
-    count = int(rows.pop())
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in keras.tree.flatten(x)]
+    examples = {shape[0] for shape in shapes if len(shape)}
     # Workers may have been given different examples: Keras orders the parts by replica, which is one for each worker.
-    begin = count * (replicas.worker_index(strategy) if replicas.has_other_workers(strategy) else 0)
-    return keras.tree.map_structure(
-        lambda output: output[begin : begin + count] if output.shape[0] == copies * count else output, outputs
-    )
+    index = replicas.worker_index(strategy) if has_others else 0
+
+    def own(output: Any) -> Any:
+        rows, rest = divmod(output.shape[0], copies)
+        # Other workers may have another number of examples.
+        is_clear = not rest and (not has_others or examples == {rows})
+        return output[index * rows : (index + 1) * rows] if is_clear else output
+
+    return keras.tree.map_structure(own, outputs)
