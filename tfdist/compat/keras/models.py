@@ -28,6 +28,7 @@ NEEDS = (
     "keras.src.layers.layer:Layer._flatten_layers",
     "keras.src.layers.layer:Layer._non_trainable_variables",
     "keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn",
+    "keras.src.metrics.metric:Metric._metrics",
     "keras.src.trainers.compile_utils:CompileLoss._flat_losses",
     "keras.src.trainers.compile_utils:CompileLoss.metrics",
     "keras.src.trainers.compile_utils:CompileMetrics._user_metrics",
