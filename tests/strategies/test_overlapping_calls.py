@@ -157,20 +157,6 @@ def test_failed_fit_leaves_nothing_locked():
     assert _steps(model) == 2 * STEPS + 2
 
 
-@pytest.mark.slow  # Calls are told apart by what the strategy is told, and no longer by frames.
-def test_frame_at_the_address_of_an_ended_one_is_told_apart():
-    """A frame is freed when fit ends, and the next fit of the thread usually takes its place."""
-    strategy = _strategy("none")
-    model, other = _model(strategy), _model(strategy)
-    _fit(model)()
-    # Its fit runs under no strategy, so nothing notes it.
-    elsewhere = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    elsewhere.compile("sgd", "mse")
-    for call in (_fit(model), _fit(other)):
-        assert not during_fit(_fit(elsewhere), call).error
-    assert (_steps(model), _steps(other)) == (2 * STEPS, STEPS)
-
-
 def test_models_that_were_trained_are_freed():
     model = _model(_strategy("none"))
     _fit(model)()
