@@ -636,6 +636,8 @@ _first = {
     "seed generator": (first_call_models.fitted, first_call_models.Noisy, "mse"),
     "layer with Trainer": (first_call_models.fitted, first_call_models.Mixed, "mse", 9),
     "seeds from outside": (first_call_models.fitted_with_seeds_from_outside,),
+    "without a seed": (first_call_models.fitted_without_seeds, False),
+    "without a seed, drawn before": (first_call_models.fitted_without_seeds, True),
     "loop": (first_call_models.looped, False),
     "loop, built": (first_call_models.looped, True),
     "loop, by name": (first_call_models.looped, False, True),

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from first_call_models import Noisy, Unseeded, fitted, plainly_looped
+from first_call_models import Noisy, fitted, plainly_looped
 
 import tfdist
 
@@ -207,16 +207,6 @@ def test_autograph_converts_a_step_and_not_the_library(cpus: list[str], has_seed
     assert sum(totals) == pytest.approx(first_call_models.X.sum(), rel=1e-5)
     assert "tf__step" in found
     assert "tf__run" not in found
-
-
-@pytest.mark.parametrize("is_early", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_keras_own_seed_generator_is_known_to_replicas(cpus: list[str], is_early: bool) -> None:
-    keras.utils.clear_session()
-    many = tfdist.MirroredStrategy(cpus[:2])
-    if is_early:  # outside of the scope
-        keras.random.normal((1,))
-    trained = [fitted(each, Unseeded, "mse") for each in (many, tf.distribute.get_strategy())]
-    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *trained)
 
 
 def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) -> None:

@@ -88,14 +88,14 @@ class Mixed(_TRAINER, keras.layers.Dense):
 
 
 class Unseeded(keras.Model):
-    """Draws from Keras' own seed generator, whose numbers are then left out."""
+    """Draws from Keras' own seed generator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dense = keras.layers.Dense(1)
 
     def call(self, x):
-        return self.dense(x) + keras.random.normal((1,)) * 0
+        return self.dense(x) + keras.random.normal((1,))
 
 
 OUTSIDE = types.SimpleNamespace()
@@ -123,6 +123,15 @@ def fitted_with_seeds_from_outside(strategy: Any) -> Any:
     trained = fitted(strategy, Seeded, "mse")
     states = [seeds.state.numpy() for seeds in (OUTSIDE.seeds, OUTSIDE.held, OUTSIDE.noise.seed_generator)]
     return trained, states
+
+
+def fitted_without_seeds(strategy: Any, is_early: bool) -> Any:
+    """History and weights of a model that draws from Keras' own seed generator, made before it or by its first step."""
+    keras.utils.clear_session()
+    if is_early:  # outside of the scope
+        keras.utils.set_random_seed(4)
+        keras.random.normal((1,))
+    return fitted(strategy, Unseeded, "mse")
 
 
 def fitted(strategy: Any, model: Any, loss: str | None = None, size: int = 8) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.keras import scope
 from tfdist.compat.keras.optimizers import (
     optimizers_of,
     parts_of,
@@ -54,9 +55,10 @@ def alone(model: keras.Model, device: str) -> Iterator[None]:
 
 def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
     """The concrete function of `function` for arguments of these specs, traced in the strategy's scope."""
-    traced = tf.function(function, autograph=False)
+    traced, generator = tf.function(function, autograph=False), scope.global_seed()
 
     def in_scope() -> Callable[..., Any]:
+        scope.adopt_global_seed(generator)
         with strategy.scope():
             return traced.get_concrete_function(*specs)
 

@@ -114,7 +114,7 @@ def before(
     named = named or {}
     found = used_by(function, *arguments, *named.values())
     unbuilt = [each for each in found if not is_built(each)]
-    needs_seeds = "random" in names_used_by(function) and not scope.is_global_seed_made()
+    needs_seeds = "random" in names_used_by(function) and scope.global_seed() is None
     if not (unbuilt or needs_seeds or any(is_of_a_user(each) for each in found)):
         return None
     # A step that creates nothing is not rehearsed again.

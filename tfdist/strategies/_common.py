@@ -197,7 +197,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     def _run_stock(self, fn: Any, args: Any, kwargs: Any = None, options: Any = None, model: Any = None) -> Any:
         """Runs a function by the stock method; `model` is that of a step."""
-        on_replica = carrying_global_seed(self, fn)
+        on_replica = carrying_global_seed(fn)
         if model is not None and len(self.extended.worker_devices) > 1:
             on_replica = models.losses_kept_by_replica(model, on_replica)
         return super().run(on_replica, args=args, kwargs=kwargs, options=options)

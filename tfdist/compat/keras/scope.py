@@ -208,46 +208,31 @@ def _around_building(made_in: weakref.ref[tf.distribute.Strategy]) -> contextlib
 _NAME = "global_seed_generator"
 
 
-def is_global_seed_made() -> bool:
-    """Returns True if Keras has made the generator in this thread."""
-    return layers.of_thread(_NAME) is not None
-
-
-def carrying_global_seed(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, which finds the generator of the thread that calls this in any other thread."""
-    generator = layers.of_thread(_NAME)
-    # A worker may have drawn alone, and making a variable takes all workers. And TensorFlow knows a `tf.function` by
-    # its type.
-    is_traced_apart = isinstance(function, tf.types.experimental.PolymorphicFunction)
-    if generator is None or replicas.has_other_workers(strategy) or is_traced_apart:
-        return function
-    generator, function = _generator_of_strategy(strategy, generator), graphs.converted(function)
-
-    def on_replica(*args: Any, **kwargs: Any) -> Any:
-        _adopt(generator)
-        return function(*args, **kwargs)
-
-    return on_replica
+def global_seed() -> keras.random.SeedGenerator | None:
+    """The generator of this thread; None if Keras has made none."""
+    return layers.of_thread(_NAME)
 
 
 @tf.autograph.experimental.do_not_convert
-def _adopt(generator: keras.random.SeedGenerator) -> None:
-    if layers.of_thread(_NAME) is None:
+def adopt_global_seed(generator: keras.random.SeedGenerator | None) -> None:
+    """Makes this the generator of the thread, if it has none."""
+    if generator is not None and layers.of_thread(_NAME) is None:
         global_state.set_global_attribute(_NAME, generator)
 
 
-def _generator_of_strategy(strategy: Any, generator: Any) -> Any:
-    """The generator itself, or a copy of it in the scope if it was made outside: replicas would share its variable."""
-    state = variables.tf_variable(generator.state)
-    if strategy.num_replicas_in_sync == 1 or variables.strategy_of(state) is strategy:
-        return generator
-    facts = replicas.facts_of(strategy)
-    original, copy = facts.global_seeds
-    if original is not generator:
-        with tf.init_scope(), strategy.scope():
-            copy = keras.random.SeedGenerator(generator.get_config()["seed"])
-        facts.global_seeds = generator, copy
-    return copy
+def carrying_global_seed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, which finds the generator of the thread that calls this in any other thread."""
+    generator = global_seed()
+    # TensorFlow knows a `tf.function` by its type.
+    if generator is None or isinstance(function, tf.types.experimental.PolymorphicFunction):
+        return function
+    function = graphs.converted(function)
+
+    def on_replica(*args: Any, **kwargs: Any) -> Any:
+        adopt_global_seed(generator)
+        return function(*args, **kwargs)
+
+    return on_replica
 
 
 # Moves a seed generator that was made outside of a strategy's scope into it, when a replica draws from it first.

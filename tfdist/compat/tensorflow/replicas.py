@@ -56,7 +56,6 @@ class StrategyFacts:
       trains_without_run: True if a loop without `strategy.run` may train its models.
       sum_over_workers: adds up tensors of all workers in such a loop; None if there are no others.
       adopts_seed_generators: True if seed generators that its replicas draw from get variables in its scope.
-      global_seeds: Keras' global seed generator if it was made outside of the scope, and its copy in the scope.
       counts_as_one_replica: True while a step with a loss of its own is traced: `num_replicas_in_sync` is 1 there.
       is_single_batch: variable that is True during a `train_on_batch` or `test_on_batch`.
       rehearsed: keys of the steps whose variables were created, by the step's first layer.
@@ -67,7 +66,6 @@ class StrategyFacts:
     trains_without_run: bool = False
     sum_over_workers: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]] | None = None
     adopts_seed_generators: bool = False
-    global_seeds: tuple[Any, Any] = (None, None)
     counts_as_one_replica: bool = False
     is_single_batch: tf.Variable | None = None
     rehearsed: weakref.WeakKeyDictionary[Any, set[Any]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
