@@ -604,7 +604,10 @@ def apply_accumulated(
 # The operations of the graph tell lookups apart. Outside of a graph nothing does, and rows stay as they are.
 
 
-_UNIQUE = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
+# The output with row numbers of which none is there twice.
+_UNIQUE = dict.fromkeys(("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"), 0) | dict.fromkeys(
+    ("SparseSegmentSumGradV2", "SparseSegmentMeanGradV2", "SparseSegmentSqrtNGradV2"), 1
+)
 _READS = frozenset({"ReadVariableOp", "ResourceGather"})
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 
@@ -658,7 +661,7 @@ def _is_common(tensor: Any, known: dict[Any, bool]) -> bool:
 
 def _has_common_value(tensor: tf.Tensor, known: dict[Any, bool]) -> bool:
     operation = tensor.op
-    if operation.type in _UNIQUE and tensor is operation.outputs[0]:
+    if _UNIQUE.get(operation.type) == tensor.value_index:
         return True
     if operation.type in _READS or operation.type == "Const":
         return True
