@@ -453,3 +453,40 @@ def test_a_training_that_was_stopped_early_stays_so(tmp_path: pathlib.Path):
     assert steps == []
     _assert_equal(again.get_weights(), first.get_weights())
     assert len(fit(epochs=10)[1]) > 0
+
+
+def test_what_callbacks_remember_of_a_metric_is_kept(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]):
+    """A worse model than the best one before the restart is not taken for the best."""
+
+    def fit(epochs: int, *others: keras.callbacks.Callback) -> list[Any]:
+        best = keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", "loss", save_best_only=True)
+        waiting = keras.callbacks.ReduceLROnPlateau("loss", patience=100)
+        # From the third epoch on the model becomes worse.
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 1e-4 if epoch < 2 else 0.5)
+        resume = tfdist.callbacks.Resume(tmp_path / "steps")
+        _fit(_model(), "arrays", [rates, best, waiting, *others, resume], epochs=epochs)
+        return [best.best, waiting.best, waiting.wait]
+
+    with pytest.raises(CutOffError):
+        fit(4, CutOff(3 * 12 + 1))
+    kept = (tmp_path / "best.keras").read_bytes()
+    best, waiting_best, waited = fit(4)
+    assert (tmp_path / "best.keras").read_bytes() == kept
+    assert best == waiting_best
+    assert waited == 2
+    # After a training that has ended, only the best model is remembered, as by the same objects in Keras.
+    best_again, _, waited = fit(5)
+    assert (best_again, waited) == (best, 0)
+    assert (tmp_path / "best.keras").read_bytes() == kept
+    assert "begins anew" not in capfd.readouterr().err
+
+
+def test_early_stopping_says_that_its_weights_are_gone(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]):
+    def fit(*others: keras.callbacks.Callback) -> None:
+        stop = keras.callbacks.EarlyStopping("loss", patience=100, restore_best_weights=True)
+        _fit(_model(), "arrays", [stop, *others, tfdist.callbacks.Resume(tmp_path)])
+
+    with pytest.raises(CutOffError):
+        fit(CutOff(15))
+    fit()
+    assert "EarlyStopping(restore_best_weights=True) begins anew" in capfd.readouterr().err

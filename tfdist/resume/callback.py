@@ -95,6 +95,8 @@ class Resume(keras.callbacks.Callback):
         self._epoch = self._epoch_step = 0
         # Restored values of the metrics in the resumed epoch, until Keras has reset the metrics.
         self._metrics: list[np.ndarray] | None = None
+        # What other callbacks remembered, until they have begun; and whether their `fit` had ended.
+        self._remembered: tuple[dict[str, Any], bool] | None = None
 
     @property
     def step(self) -> int:
@@ -111,7 +113,7 @@ class Resume(keras.callbacks.Callback):
         if call is not None:
             call.ends.append(self._raised)
         slurm_exits.note_resumable()
-        self._metrics = None
+        self._metrics = self._remembered = None
         self._step = self._epoch = self._epoch_step = 0
         # Changes by other callbacks at the end of an epoch, such as of the learning rate, belong into the checkpoint.
         put_last(self.model, self)
@@ -128,9 +130,16 @@ class Resume(keras.callbacks.Callback):
             self._announce(f"going on from {self._path}: step {self._step} ({where})")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restores the metrics in a resumed epoch."""
+        """Restores the metrics in a resumed epoch, and what other callbacks remember."""
         del logs
         self._expect_position().began()
+        if self._remembered is not None:
+            for name in checkpoint.remind(self.model, *self._remembered):
+                self._announce(
+                    f"{name}(restore_best_weights=True) begins anew, as the weights that it kept are not saved; "
+                    "ModelCheckpoint(save_best_only=True) keeps the best model in a file"
+                )
+            self._remembered = None
         if epoch != self._epoch:
             self._epoch, self._epoch_step = epoch, 0
         if self._metrics is None:
@@ -207,6 +216,7 @@ class Resume(keras.callbacks.Callback):
             "optimizers": checkpoint.built_of(self.model),
             "policies": strategy_state.state(),
             "workers": of_workers,
+            "callbacks": checkpoint.remembered_by(self.model),
             # Number of epochs of a `fit` that has ended, by itself or stopped early.
             "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
@@ -272,6 +282,7 @@ class Resume(keras.callbacks.Callback):
                 self._metrics = None
                 self._announce("the metrics of this epoch count from here on: before its first step there are none")
         checkpoint.saved_state_of(self.model).restore(state["policies"], bool(place.step))
+        self._remembered = state.get("callbacks", {}), state["ended"] is not None
         self._expect_position().go_to(place)
         self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
         return True

@@ -8,6 +8,7 @@ time. No TensorFlow import.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -19,7 +20,7 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import keras
@@ -27,6 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
+from tfdist.compat import patching
 from tfdist.compat.keras import calls, fit, models, optimizers, sharding
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.tensorflow import variables
@@ -540,9 +542,67 @@ def put_last(model: keras.Model, callback: keras.callbacks.Callback) -> None:
 
 def is_fitting(model: keras.Model, callback: keras.callbacks.Callback) -> bool:
     """Returns True if this thread is in a `fit` of this model with this callback."""
+    return any(each is callback for each in _callbacks_of(model))
+
+
+def _callbacks_of(model: keras.Model) -> list[Any]:
+    """The callbacks of the `fit` of this model in this thread."""
     fit = calls.fit_of(model)
     callbacks = None if fit is None else fit.callbacks
-    return any(each is callback for each in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks)))
+    return keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+
+
+# What Keras' own callbacks remember of a metric, in public attributes: without it, a `ModelCheckpoint` writes the first
+# model after a restart over the best one.
+
+
+_REMEMBERED = ("best", "wait", "best_epoch", "cooldown_counter")
+_CHECKPOINT = keras.callbacks.ModelCheckpoint
+_REMEMBERING = (_CHECKPOINT, keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+
+
+def _remembering(model: keras.Model) -> dict[str, keras.callbacks.Callback]:
+    """Returns these callbacks by class and number; a worker may have fewer than the chief."""
+    found: dict[str, keras.callbacks.Callback] = {}
+    counts = collections.Counter[str]()
+    for callback in _callbacks_of(model):
+        if isinstance(callback, _REMEMBERING):
+            name = type(callback).__name__
+            found[f"{name} {counts[name]}"] = callback
+            counts[name] += 1
+    return found
+
+
+def remembered_by(model: keras.Model) -> dict[str, dict[str, float]]:
+    """Returns what the callbacks remember: JSON data."""
+    return {
+        key: {name: float(each) for name in _REMEMBERED if (each := getattr(callback, name, None)) is not None}
+        for key, callback in _remembering(model).items()
+    }
+
+
+def remind(model: keras.Model, states: Mapping[str, Mapping[str, float]], has_ended: bool) -> list[str]:
+    """Gives the callbacks what `remembered_by` returned.
+
+    Args:
+      model: the model.
+      states: what they remembered.
+      has_ended: whether the `fit` had ended; for another one, all but a `ModelCheckpoint` begin anew in Keras, too.
+
+    Returns:
+      Names of callbacks that begin anew because of the weights that they had kept.
+    """
+    anew: list[str] = []
+    for key, callback in _remembering(model).items():
+        state = states.get(key, {})
+        if has_ended and not isinstance(callback, _CHECKPOINT):
+            continue
+        if getattr(callback, "restore_best_weights", False) and "best" in state:
+            anew.append(type(callback).__name__)
+            continue
+        for name, value in state.items():
+            patching.put(callback, name, value if name == "best" else int(value))
+    return anew
 
 
 def _epoch_iterator(model: keras.Model) -> fit.EpochIterator:
