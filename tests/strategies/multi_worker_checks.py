@@ -509,6 +509,20 @@ def after_one_step(weights: list[np.ndarray]) -> list[np.ndarray]:
     return alone.get_weights()
 
 
+def test_a_rate_that_one_worker_sets_in_fit_is_refused_after_that_epoch(strategy: Any) -> None:
+    class Halving(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if index() == 1:
+                self.model.optimizer.learning_rate = 0.05
+
+    with strategy.scope():
+        model = dense_model()
+        model.compile(OPTIMIZERS.SGD(0.1), "mse")
+    with pytest.raises(ValueError, match=r"models differ.*learning_rate of 0\.1 on worker:0, 0\.05 on worker:1"):
+        model.fit(X, Y, batch_size=45, epochs=2, callbacks=Halving(), verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 1
+
+
 def test_updates_with_workers_own_gradients_are_by_their_mean(strategy: Any) -> None:
     model, optimizer = made(strategy)
 

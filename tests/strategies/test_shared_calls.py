@@ -30,7 +30,7 @@ class Fake:
         traits = own and [
             _shared_calls._traits(other),
             _shared_calls._callbacks(other),
-            _shared_calls._values(other),
+            _shared_calls._values(_shared_calls._variables(other)),
         ]
         return {"worker:0": [own, data], "worker:1": [traits, data]}
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the calls that the workers of a MultiWorkerMirroredStrategy make, and their models, before anything is done.
 
+The models are compared after each epoch of `fit`, too.
+
 All workers run the same script. A call that one worker makes otherwise (`if rank == 0:`) has one of two effects. Either
 the workers wait for each other in different collectives, or their models diverge without an error. Examples are weights
 that the chief alone has loaded, and a learning rate that the chief's callback alone sets. A few numbers of each
@@ -9,7 +11,7 @@ variable show the latter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -54,7 +56,7 @@ def gather_and_compare(agreement: Agreement, value: Any, what: str, is_apart: bo
     call = calls.current()
     own = None
     if call is not None and not call.is_compared and call.kind in ("fit", "evaluate", "predict"):
-        own = [_traits(call), _callbacks(call), [] if is_apart else _values(call)]
+        own = [_traits(call), _callbacks(call), [] if is_apart else _values(_variables(call))]
     found = agreement.gather([own, value], what)
     if call is not None and all(traits is not None for traits, _ in found.values()):
         call.is_compared = True
@@ -83,17 +85,26 @@ def _callbacks(call: calls.Call) -> list[str]:
 
 def _variables(call: calls.Call) -> list[Any]:
     """Returns variables that are equal on all workers: all for `fit`, and some weights for others, often called."""
-    variables = list(call.model.trainable_variables) if call.model.built else []
     if call.kind != "fit":
-        return variables[:: max(1, len(variables) // _WEIGHTS)]
-    for optimizer in optimizers_of(call.model):
-        variables += optimizer.variables
-    return variables
+        return _some_weights(call)
+    weights = list(call.model.trainable_variables) if call.model.built else []
+    return [*_rates(call), *weights, *(each for optimizer in optimizers_of(call.model) for each in optimizer.variables)]
 
 
-def _values(call: calls.Call) -> list[list[float]]:
+def _some_weights(call: calls.Call) -> list[Any]:
+    weights = list(call.model.trainable_variables) if call.model.built else []
+    return weights[:: max(1, len(weights) // _WEIGHTS)]
+
+
+def _rates(call: calls.Call) -> list[Any]:
+    """Returns the learning rates that are variables: weights that differ may differ because of these."""
+    variables = [each for optimizer in optimizers_of(call.model) for each in optimizer.variables]
+    return [each for each in variables if each.name == "learning_rate"]
+
+
+def _values(variables: Sequence[Any]) -> list[list[float]]:
     """Returns, for each of these variables, the sum of a few of its numbers and that of their absolute values."""
-    return [_value(one_replica.copies_of(variable)[0]) for variable in _variables(call)]
+    return [_value(one_replica.copies_of(variable)[0]) for variable in variables]
 
 
 def _value(copy: tf.Variable) -> list[float]:
@@ -128,9 +139,12 @@ def _check(call: calls.Call, found: Mapping[str, Any]) -> None:
             f"{call.name}: callbacks that stop training, or change its learning rate or weights, must be given on "
             f"every worker; {_REMEDY}. Received: {received}"
         )
+    _check_values(call, _variables(call), {task: each[2] for task, each in found.items()})
+
+
+def _check_values(call: calls.Call, variables: Sequence[Any], values: Mapping[str, Any]) -> None:
     # Names of variables may differ: they have running numbers.
-    values = {task: each[2] for task, each in found.items()}
-    for variable, *pairs in zip(_variables(call), *values.values(), strict=False):
+    for variable, *pairs in zip(variables, *values.values(), strict=False):
         if difference := _difference(pairs):
             what, numbers = difference
             received = ", ".join(f"{number:g} on {task}" for task, number in zip(values, numbers, strict=True))
@@ -152,3 +166,28 @@ def _difference(pairs: Sequence[Sequence[float]]) -> tuple[str, list[float]] | N
         if np.ptp(numbers) > most:
             return what, numbers.tolist()
     return None
+
+
+class Comparing(keras.callbacks.Callback):
+    """Compares a few numbers of the workers' models after each epoch, when other callbacks have made their changes.
+
+    Args:
+      call: the `fit`.
+      agreement: with the other workers.
+      is_apart: returns True while the workers' weights and optimizers may differ.
+
+    Raises:
+      ValueError: they differ.
+    """
+
+    def __init__(self, call: calls.Call, agreement: Agreement, is_apart: Callable[[], bool]) -> None:
+        super().__init__()
+        self._call, self._agreement, self._is_apart = call, agreement, is_apart
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        # A call that the workers have not compared may be this one's alone.
+        if not self._call.is_compared or self._is_apart():
+            return
+        variables = [*_rates(self._call), *_some_weights(self._call)]
+        found = self._agreement.gather(_values(variables), "comparing the models")
+        _check_values(self._call, variables, {str(task): values for task, values in found.items()})

@@ -212,6 +212,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         distribution = getattr(self, "distribution", None)
         if distribution is not None and distribution.agreement is not None:
             call.after.append(distribution.agreement.forget_frames)
+            if call.kind == "fit" and call.model.distribute_strategy is self:
+                calls.add_callback(call, _shared_calls.Comparing(call, distribution.agreement, lambda: self._is_apart))
 
     def _prepare(self, model: keras.Model) -> None:
         super()._prepare(model)

@@ -309,12 +309,24 @@ def add_to_fit(added: Added) -> None:
     follow()
 
 
-def _add_callbacks(call: Call) -> None:
+def add_callback(call: Call, *callbacks: Any) -> None:
+    """Adds callbacks to those of a `fit` that is about to begin, unless they are a `CallbackList` of the user's own."""
+    own = _callbacks_of(call)
+    if own is not None:
+        call.callbacks = call.arguments["callbacks"] = [*own, *callbacks]
+
+
+def _callbacks_of(call: Call) -> Sequence[Any] | None:
     given = call.arguments.get("callbacks")
-    # A `CallbackList` of the user's own is complete.
-    if _added and not isinstance(given, keras.callbacks.CallbackList):
-        own = given if isinstance(given, list | tuple) else [given] if given else []
-        call.arguments["callbacks"] = [*own, *_added[0](call.model, own)]
+    if isinstance(given, keras.callbacks.CallbackList):
+        return None
+    return given if isinstance(given, list | tuple) else [given] if given else []
+
+
+def _add_callbacks(call: Call) -> None:
+    own = _callbacks_of(call)
+    if _added and own is not None:
+        add_callback(call, *_added[0](call.model, own))
 
 
 def _explained(strategy: Any, error: BaseException) -> BaseException:
