@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import pathlib
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -137,6 +138,8 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def _script_problem(path: pathlib.Path) -> str | None:
+    if re.fullmatch(r"python[\d.]*", path.name):
+        return "must stand alone, as the launcher starts Python; leave it away"
     if path.is_dir():
         found = (path / "__main__.py").exists()
         return None if found else "is a directory without __main__.py; name a file"
