@@ -135,6 +135,18 @@ def test_job_that_joins_no_cluster_ends_with_one_line(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("tasks", "strategy"),
+    [("--num_ps=0", "MultiWorkerMirroredStrategy"), ("--num_ps=1", "ParameterServerStrategy")],
+)
+def test_a_strategy_that_one_task_alone_builds_does_not_wait_for_who_has_ended(script, tasks, strategy):
+    alone = script(f"import tfdist\nif name in ('worker:0', 'chief:0'): tfdist.{strategy}()")
+    code, _, err = launch("--num_workers=2", tasks, alone)
+    assert code == 1
+    assert "has ended with code 0 and has not joined the cluster; every task must build the strategy" in err
+
+
+@pytest.mark.processes
 def test_arguments_of_the_script_arrive_unchanged(script):
     arguments = ["two words", "'\"$x", "new\nline", "", "é", "--num_workers=9", "--flagfile=none", "--", "-m", "--help"]
     path = script("print(json.dumps(sys.argv[1:]))")

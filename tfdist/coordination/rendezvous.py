@@ -53,6 +53,7 @@ def meet(
     every_secs: float = 10.0,
     write: Callable[[str], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    check: Callable[[], object] = lambda: None,
     secret: str = "",
 ) -> None:
     """Waits until all training tasks have reached each other at their addresses.
@@ -63,6 +64,7 @@ def meet(
       every_secs: interval of the lines that name the missing tasks.
       write: takes such a line; standard error by default.
       clock: returns the time in seconds.
+      check: called at least twice a second; may raise to end the wait.
       secret: shared secret of the job; "" for none.
 
     Raises:
@@ -74,7 +76,12 @@ def meet(
     write = write or _log.say
     with Answering(cluster, secret.encode(), search.was_asked_by) as answering:
         fallback = _AllInterfaces(search, answering, write, clock)
-        _complete(search, timeout_secs, every_secs, write, clock, fallback.check)
+
+        def check_both() -> None:
+            check()
+            fallback.check()
+
+        _complete(search, timeout_secs, every_secs, write, clock, check_both)
 
 
 def reach(

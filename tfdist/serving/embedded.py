@@ -27,7 +27,7 @@ from tfdist.cluster import (
 from tfdist.coordination import keepalive, rendezvous
 from tfdist.launchers.requests import Restarts
 from tfdist.launchers.supervise import processes
-from tfdist.launchers.supervise.notices import GIVEN_UP, Reader
+from tfdist.launchers.supervise.notices import GIVEN_UP, Reader, check_none_ended
 from tfdist.launchers.supervise.processes import PortReservation, Process, Supervisor
 from tfdist.launchers.supervise.replacements import Replacements
 from tfdist.serving.task import VARIABLE, done_mark, serve
@@ -217,6 +217,7 @@ def attach(
 
     Raises:
       ValueError: a number of processes is out of range.
+      RuntimeError: a task of the cluster has ended.
       TimeoutError: a task did not start in time.
     """
     embedded, data_service = None, data_service_address()
@@ -229,7 +230,9 @@ def attach(
             attachment.prepare_data_service()
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
         # The chief of an embedded cluster is no task of it, because it has no address.
-        waiting: dict[str, Any] = {"check": embedded.check, "name": "chief"} if embedded else {}
+        waiting: dict[str, Any] = {"check": check_none_ended(set(map(str, servers)))}
+        if embedded:
+            waiting = {"check": embedded.check, "name": "chief"}
         rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
         attachment.watch()
     except BaseException:

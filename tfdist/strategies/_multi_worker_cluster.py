@@ -21,6 +21,7 @@ from tfdist.coordination import rendezvous
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.engines.agreement import Agreement
+from tfdist.launchers.supervise.notices import check_none_ended
 from tfdist.policies.base import Aggregation
 
 # Finds the address of this machine at which the other machines of a cluster reach it. No TensorFlow import.
@@ -126,7 +127,7 @@ def join_workers(cluster: clusters.Cluster, start_timeout_secs: float, has_polic
       has_policy: True if a policy decides which gradients make an update.
 
     Raises:
-      RuntimeError: TensorFlow was used before.
+      RuntimeError: TensorFlow was used before, or a worker has ended.
       TimeoutError: a worker did not start in time.
       ConnectionError: the workers have different secrets.
     """
@@ -135,7 +136,8 @@ def join_workers(cluster: clusters.Cluster, start_timeout_secs: float, has_polic
         # Keras' step waits in one of them while the contribution is computed in the others; 0: one for each CPU.
         count = tf.config.threading.get_inter_op_parallelism_threads() or _machine.usable_cpus()
         tf.config.threading.set_inter_op_parallelism_threads(count + 1)
-    rendezvous.meet(cluster, start_timeout_secs, secret=os.environ.get(clusters.JOB_SECRET_VARIABLE, ""))
+    check = check_none_ended({str(task) for task in cluster.training_tasks})
+    rendezvous.meet(cluster, start_timeout_secs, check=check, secret=os.environ.get(clusters.JOB_SECRET_VARIABLE, ""))
     _configure_coordination(cluster, start_timeout_secs)
 
 

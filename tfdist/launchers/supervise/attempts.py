@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
-from tfdist.launchers.supervise.notices import GIVEN_UP, Notices, not_joined
+from tfdist.launchers.supervise.notices import ENDED, GIVEN_UP, Notices, not_joined
 from tfdist.launchers.supervise.output import Console, LogSettings, StartupNoise, TaskLogs, new_run_name
 from tfdist.launchers.supervise.processes import Process, Supervisor
 from tfdist.launchers.supervise.replacements import FailureRows, Replacements
@@ -145,6 +145,7 @@ class Attempt:
             if ended is None:
                 self._start_due()
             elif ended.returncode == 0:
+                self._notices.add(ENDED + ended.name)
                 self._pending.discard(ended.name)
                 self._undecided.discard(ended.name)
             elif ended.name in self._replaced:

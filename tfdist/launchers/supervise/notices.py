@@ -4,7 +4,8 @@
 Notices are lines from the launcher to the tasks, in a file.
 
 The path is in the environment (`NOTICES_VARIABLE`). A task on another host gets the lines through its connection. The
-only line so far is "given up TASK", which the chief of parameter servers reads (`tfdist.serving.embedded`).
+chief of parameter servers reads "given up TASK" (`tfdist.serving.embedded`). A task that waits for the others to start
+reads "ended TASK", of one that has ended with code 0 (`check_none_ended`).
 
 The other way, a task that builds a strategy for the cluster makes an empty file (`tfdist.cluster.note_joined`). A job
 whose tasks have all ended well without that file has most likely run its script several times over.
@@ -17,10 +18,11 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Callable, Collection
 
 from tfdist.cluster import JOINED_VARIABLE, NOTICES_VARIABLE
 
-GIVEN_UP = "given up "
+GIVEN_UP, ENDED = "given up ", "ended "
 
 
 class Notices:
@@ -99,3 +101,23 @@ class Reader:
         whole = data[: data.rfind(b"\n") + 1]
         self._position += len(whole)
         return whole.decode("utf-8", "replace").splitlines()
+
+
+def check_none_ended(tasks: Collection[str]) -> Callable[[], None]:
+    """Returns a function that raises a RuntimeError if the launcher says that one of these tasks has ended.
+
+    Args:
+      tasks: names of tasks that are awaited.
+    """
+    reader = Reader(os.environ.get(NOTICES_VARIABLE))
+
+    def check() -> None:
+        for line in reader.new_lines():
+            task = line.removeprefix(ENDED)
+            if task != line and task in tasks:
+                raise RuntimeError(
+                    f"{task} has ended with code 0 and has not joined the cluster; every task must build the strategy: "
+                    "remove the `if` around it"
+                )
+
+    return check
