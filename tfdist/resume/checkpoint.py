@@ -548,8 +548,7 @@ def is_fitting(model: keras.Model, callback: keras.callbacks.Callback) -> bool:
 def _callbacks_of(model: keras.Model) -> list[Any]:
     """The callbacks of the `fit` of this model in this thread."""
     fit = calls.fit_of(model)
-    callbacks = None if fit is None else fit.callbacks
-    return keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+    return [] if fit is None else fit.each_callback
 
 
 # What Keras' own callbacks remember of a metric, in public attributes: without it, a `ModelCheckpoint` writes the first

@@ -230,10 +230,8 @@ def attach(
             attachment.prepare_data_service()
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
         # The chief of an embedded cluster is no task of it, because it has no address.
-        waiting: dict[str, Any] = {"check": check_none_ended(set(map(str, servers)))}
-        if embedded:
-            waiting = {"check": embedded.check, "name": "chief"}
-        rendezvous.reach(cluster, servers, start_timeout_secs, **waiting)
+        check = embedded.check if embedded else check_none_ended(set(map(str, servers)))
+        rendezvous.reach(cluster, servers, start_timeout_secs, check=check, name="chief" if embedded else None)
         attachment.watch()
     except BaseException:
         attachment.close()

@@ -271,7 +271,10 @@ def _patches(
     """
     sums = [metric for metric in model.metrics if has_own_loss and type(metric) is keras.metrics.Sum]
     weight_of = by_examples.weight_of if by_examples else lambda metric: lambda is_asked: share() if is_asked else None
-    weighing = {id(metric): (metric, _weighing_sums(metric, weight_of(metric))) for metric in sums}
+    weighing = {
+        id(metric): (metric, functools.partial(models.update_weighing, metric.update_state, weight_of(metric)))
+        for metric in sums
+    }
     are_sums, changes = _are_sums(model), []
     if rows is not None and are_sums:
         holders = num_replicas if holders is None else holders
@@ -347,20 +350,6 @@ def _weighing(metric: Any, rows: Callable[[], Any], weight: Callable[[], Any] | 
             if sample_weight is None
             else models.update_weighed(update_state, values, sample_weight)
         )
-
-    return update
-
-
-def _weighing_sums(metric: Any, weight: Callable[[bool], Any]) -> Callable[..., Any]:
-    """Weights a scalar that a step computes from its examples, such as its loss, by the replica's share of them."""
-    update_state = metric.update_state
-
-    def update(values: Any, sample_weight: Any = None) -> Any:
-        found = weight(sample_weight is None and models.is_number(values))
-        # An integer is a count, which is summed over the replicas.
-        if not models.is_number(values):
-            return update_state(values, sample_weight)
-        return models.update_weighed(update_state, values, found if sample_weight is None else sample_weight)
 
     return update
 

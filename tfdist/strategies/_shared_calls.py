@@ -78,28 +78,31 @@ def _traits(call: calls.Call) -> dict[str, str]:
 
 
 def _callbacks(call: calls.Call) -> list[str]:
-    given = getattr(call.callbacks, "callbacks", call.callbacks) or []
-    each = given if isinstance(given, Sequence) else [given]
-    return sorted(type(callback).__name__ for callback in each if isinstance(callback, _CALLBACKS))
+    return sorted(type(callback).__name__ for callback in call.each_callback if isinstance(callback, _CALLBACKS))
 
 
 def _variables(call: calls.Call) -> list[Any]:
     """Returns variables that are equal on all workers: all for `fit`, and some weights for others, often called."""
     if call.kind != "fit":
         return _some_weights(call)
-    weights = list(call.model.trainable_variables) if call.model.built else []
-    return [*_rates(call), *weights, *(each for optimizer in optimizers_of(call.model) for each in optimizer.variables)]
+    rates, others = _of_optimizers(call)
+    return [*rates, *_weights(call), *others]
 
 
 def _some_weights(call: calls.Call) -> list[Any]:
-    weights = list(call.model.trainable_variables) if call.model.built else []
+    weights = _weights(call)
     return weights[:: max(1, len(weights) // _WEIGHTS)]
 
 
-def _rates(call: calls.Call) -> list[Any]:
-    """Returns the learning rates that are variables: weights that differ may differ because of these."""
+def _weights(call: calls.Call) -> list[Any]:
+    return list(call.model.trainable_variables) if call.model.built else []
+
+
+def _of_optimizers(call: calls.Call) -> tuple[list[Any], list[Any]]:
+    """Returns the learning rates, because of which weights may differ, and the other variables of the optimizers."""
     variables = [each for optimizer in optimizers_of(call.model) for each in optimizer.variables]
-    return [each for each in variables if each.name == "learning_rate"]
+    rates = [each for each in variables if each.name == "learning_rate"]
+    return rates, [each for each in variables if each.name != "learning_rate"]
 
 
 def _values(variables: Sequence[Any]) -> list[list[float]]:
@@ -188,6 +191,7 @@ class Comparing(keras.callbacks.Callback):
         # A call that the workers have not compared may be this one's alone.
         if not self._call.is_compared or self._is_apart():
             return
-        variables = [*_rates(self._call), *_some_weights(self._call)]
+        rates, _ = _of_optimizers(self._call)
+        variables = [*rates, *_some_weights(self._call)]
         found = self._agreement.gather(_values(variables), "comparing the models")
         _check_values(self._call, variables, {str(task): values for task, values in found.items()})

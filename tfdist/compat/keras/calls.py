@@ -120,6 +120,11 @@ class Call:
     after: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     @property
+    def each_callback(self) -> list[Any]:
+        """The callbacks, out of the lists that they are in."""
+        return keras.tree.flatten(getattr(self.callbacks, "callbacks", self.callbacks))
+
+    @property
     def trains(self) -> bool:
         """True for `fit` and `train_on_batch`."""
         return self.kind in ("fit", "train_on_batch")

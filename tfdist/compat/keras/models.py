@@ -347,19 +347,24 @@ def weighed_numbers(mean: Any, weight: Callable[[bool], Any]) -> tuple[Any, str,
 def _weighing_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         weight = patching.get(self, _WEIGHT)
-        if weight is None:
-            return plain(self, values, sample_weight)
-        found = weight(sample_weight is None and is_number(values))
-        if not is_number(values):
-            return plain(self, values, sample_weight)
-        return update_weighed(functools.partial(plain, self), values, found if sample_weight is None else sample_weight)
+        update = functools.partial(plain, self)
+        return (
+            update(values, sample_weight) if weight is None else update_weighing(update, weight, values, sample_weight)
+        )
 
     return update_state
 
 
-def is_number(values: Any) -> bool:
-    """Returns True for a tensor of a single float; an integer is a count."""
-    return getattr(values, "shape", None) == () and tf.as_dtype(getattr(values, "dtype", "int32")).is_floating
+def update_weighing(
+    update_state: Callable[..., Any], weight: Callable[[bool], Any], values: Any, sample_weight: Any = None
+) -> Any:
+    """Updates a metric, and weighs a single float that comes without a weight; for `weight` see `weighed_numbers`."""
+    # An integer is a count, which is summed over the replicas.
+    is_number = getattr(values, "shape", None) == () and tf.as_dtype(getattr(values, "dtype", "int32")).is_floating
+    found = weight(sample_weight is None and is_number)
+    if not is_number:
+        return update_state(values, sample_weight)
+    return update_weighed(update_state, values, found if sample_weight is None else sample_weight)
 
 
 def update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) -> Any:
