@@ -188,7 +188,15 @@ def test_a_gradient_that_is_not_delivered_is_given_up(
     gc.collect()
     gc.disable()
     monkeypatch.setattr(round_runner, "_DELIVERY_SECS", 0.5)
-    waiting = at_next_push(monkeypatch, lambda: tfdist.testing.stop_task(strategy, f"worker:{LAST}"))
+    with tf.device(f"/job:worker/replica:0/task:{LAST}"):
+        held = [tf.random.uniform(())]
+
+    def stop() -> None:
+        tfdist.testing.stop_task(strategy, f"worker:{LAST}")
+        # To free a tensor of the worker is a call to it, for which none of the other workers may wait.
+        held.clear()
+
+    waiting = at_next_push(monkeypatch, stop)
     try:
         fit(model, epochs=4)
     finally:

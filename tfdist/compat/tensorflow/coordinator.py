@@ -33,6 +33,7 @@ NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._create_per_worker_resources",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._is_dead_with_error",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._process_closure(closure)",
+    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker.executor",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue._error",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_is_worker_failure",
     "tensorflow.python.distribute.coordinator.coordinator_context:get_current_dispatch_context",
@@ -117,14 +118,23 @@ def after_each(
     """
     reference = weakref.WeakMethod(method)
     for index, worker in enumerate(coordinator._cluster.workers):
-        given = worker._process_closure, lost, reference, index
+        given = worker._process_closure, worker.executor, lost, reference, index
         worker._process_closure = functools.partial(_followed, *given)
 
 
 def _followed(
-    process: Callable[[Any], None], lost: Container[int], reference: weakref.WeakMethod, worker: int, closure: Any
+    process: Callable[[Any], None],
+    executor: Any,
+    lost: Container[int],
+    reference: weakref.WeakMethod,
+    worker: int,
+    closure: Any,
 ) -> None:
     thread.worker = worker
+    # A closure changes to the executor of its worker and back. At the change back TensorFlow waits for all that the
+    # earlier one has under way. That would be the executor of all threads, which also frees the tensors of all tasks:
+    # every worker would wait for one that does not answer.
+    context.context().executor = executor
     process(closure)
     if worker in lost and (method := reference()) is not None:
         method(worker)
