@@ -37,6 +37,9 @@ if isinstance(plan, int):
         (folder / "gone").touch()
     print("ending", flush=True)
     sys.exit(plan)
+if plan == "strategy":
+    import tfdist
+    tfdist.MultiWorkerMirroredStrategy()
 parent = os.getppid()  # With the first process of a container, all others end.
 while os.getppid() == parent and not (plan == "miss" and (folder / "gone").exists()):
     time.sleep(0.01)
@@ -141,6 +144,14 @@ def test_preempted_worker_ends_all_with_75(start):
 @pytest.mark.processes
 def test_workers_that_succeed_end_together(start):
     assert codes(start(0, 0, 0, 0)) == [0] * 4
+
+
+@pytest.mark.processes
+def test_a_strategy_that_one_worker_alone_builds_does_not_wait_for_who_has_ended(start):
+    # Whether the others end before or after its wait has begun.
+    tasks = start("strategy", 0, 0, 0)
+    assert codes(tasks) == [1, LOST, LOST, LOST]
+    assert "has ended with code 0 and has not joined the cluster; every task must build the" in tasks[0].stderr.read()
 
 
 @pytest.mark.processes

@@ -139,6 +139,8 @@ def close_connection(connection: socket.socket) -> None:
 #
 #     worker:1                          the leader                         worker:2
 #       joins                    --->                               <---     joins
+#                                       script ends with code 0
+#                                <---   "worker:0 has succeeded"     --->     a wait for it to start ends
 #       script ends with code 1
 #       "ended with 1"           --->   worker:1 failed first
 #                                <---   "use your own code"
@@ -306,6 +308,8 @@ class Leader:
             send_message(connection, {"proof": proof})
             self._members[task] = connection
             self._counts[task] = counts
+            for name in sorted(self._succeeded - {task}):
+                self._tell_of_success(connection, name)
             if len(self._counts) == len(self._tasks):
                 self._begin()
             return True
@@ -331,8 +335,15 @@ class Leader:
                     threading.Thread(target=self._decide_later, name="tfdist pod verdict", daemon=True).start()
                 return
             self._succeeded.add(task)
+            for name, connection in self._members.items():
+                if name != task:
+                    self._tell_of_success(connection, task)
             if self._succeeded == self._tasks:
                 self._announce({name: PodVerdict(0) for name in self._members})
+
+    def _tell_of_success(self, connection: socket.socket, task: str) -> None:
+        with contextlib.suppress(OSError):  # The thread of the connection detects the loss, too.
+            send_message(connection, {"succeeded": task})
 
     def _decide_later(self) -> None:
         """Decides once no other task can be the cause any more."""
@@ -401,6 +412,7 @@ class Member:
       counts: numbers of earlier failures of this task's pods.
       lost_exit_code: exit code of this task if the leader is lost.
       say: writes a line to the log.
+      on_success: called with the name of another task whose script has ended with code 0.
     """
 
     def __init__(
@@ -411,6 +423,7 @@ class Member:
         counts: Counts,
         lost_exit_code: int,
         say: Callable[[str], object],
+        on_success: Callable[[str], object] = lambda task: None,
     ) -> None:
         self._task = task
         self._address = address
@@ -420,6 +433,7 @@ class Member:
             lost_exit_code, f"{address[0]}, the host of the job's first task, can't be reached any more"
         )
         self._say = say
+        self._on_success = on_success
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
         self._verdict: PodVerdict | None = None
@@ -509,7 +523,8 @@ class Member:
                 self._changed.notify_all()
             message: dict[str, Any] = {}
             with contextlib.suppress(OSError, ValueError):
-                message = read_message(lines)
+                while "succeeded" in (message := read_message(lines)):
+                    self._on_success(str(message["succeeded"]))
             verdict = self._lost
             with contextlib.suppress(TypeError):
                 verdict = PodVerdict(**message) if message else self._lost

@@ -22,7 +22,7 @@ from tfdist.launchers.kubernetes.pod_group import GIVEN_UP_EXIT_CODE, Counts, Le
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise import wrapping
-from tfdist.launchers.supervise.notices import Notices
+from tfdist.launchers.supervise.notices import ENDED, Notices
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 # Variables with the number of replacements of this pod, from annotations of Kubernetes' controllers.
@@ -101,7 +101,7 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
     if received:
         return TRY_AGAIN_EXIT_CODE
     with contextlib.closing(Notices()) as notices:
-        code = _run_task(values, job, task, command, env | notices.joining, received)
+        code = _run_task(values, job, task, command, env, notices, received)
         wrapping.about_cluster(code, task, job, notices)
     return code
 
@@ -112,14 +112,15 @@ def _run_task(
     task: Task,
     command: Sequence[str],
     env: Mapping[str, str],
+    notices: Notices,
     received: Sequence[int],
 ) -> int:
     if not job.num_ps and task in job.members and len(job.members) > 1:
-        return _run_together(values, job, task, command, env, received)
+        return _run_together(values, job, task, command, env, notices, received)
     if _is_preempted_too_often(values, task, pod_counts(values.form, os.environ)):
         _log.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
         return GIVEN_UP_EXIT_CODE
-    return wrapping.run_wrapped(command, env, early=received)
+    return wrapping.run_wrapped(command, {**env, **notices.joining}, early=received)
 
 
 def pod_counts(form: str, env: Mapping[str, str]) -> Counts:
@@ -156,6 +157,7 @@ def _run_together(
     task: Task,
     command: Sequence[str],
     env: Mapping[str, str],
+    notices: Notices,
     received: Sequence[int],
 ) -> int:
     """Runs the script of a task that ends and restarts together with all others."""
@@ -173,12 +175,20 @@ def _run_together(
             stack.callback(leader.close)
             host = "localhost"
         counts = pod_counts(values.form, os.environ)
-        member = Member(str(task), (host, values.port + 1), secret, counts, rules.peer_exit_code, _log.say)
+        member = Member(
+            str(task),
+            (host, values.port + 1),
+            secret,
+            counts,
+            rules.peer_exit_code,
+            _log.say,
+            on_success=lambda name: notices.add(ENDED + name),
+        )
         stack.callback(member.close)
         member.join(lambda: bool(received))
         if received:
             return TRY_AGAIN_EXIT_CODE
-        code = wrapping.run_wrapped(command, env, is_over=member.is_over, early=received)
+        code = wrapping.run_wrapped(command, {**env, **notices.env}, is_over=member.is_over, early=received)
         return member.finish(code, lambda: bool(received))
 
 

@@ -18,7 +18,7 @@ import pathlib
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tfdist import _log
 from tfdist.cluster import Task
@@ -98,7 +98,8 @@ class Exits:
 
     def verdict(self, srun_code: int) -> SlurmVerdict:
         """Decides the result of the step, once srun has ended with this code."""
-        self._refresh()
+        if self._directory:
+            _refresh(self._directory)
         codes = {task: self._code(task) for task in self._job.tasks}
         if srun_code == 0 or not self._directory:
             return SlurmVerdict(srun_code)
@@ -131,17 +132,10 @@ class Exits:
         while not is_due():
             if time.monotonic() >= deadline or self._is_gone():
                 return False
-            self._refresh()
+            if self._directory:
+                _refresh(self._directory)
             time.sleep(_POLL_SECS)
         return True
-
-    def _refresh(self) -> None:
-        """Changes the directory, so that a network file system drops its cached list of files."""
-        with contextlib.suppress(OSError):
-            if self._directory:
-                probe = self._directory / f"probe_{os.uname().nodename}_{os.getpid()}"
-                probe.touch()
-                probe.unlink()
 
     def _is_gone(self) -> bool:
         """Returns True if the batch script has removed the directory, because Slurm ends the job."""
@@ -177,11 +171,31 @@ class Exits:
         return True
 
 
+def ended_well(tasks: Iterable[str]) -> set[str]:
+    """Returns those of `tasks`, such as "worker:1", that have ended with code 0, in a task of a Slurm job; else {}."""
+    directory, ended = os.environ.get(EXITS_VARIABLE), set()
+    if directory:
+        _refresh(pathlib.Path(directory))
+        for task in tasks:
+            with contextlib.suppress(OSError):
+                if pathlib.Path(directory, task.replace(":", "_")).read_text() == "0":
+                    ended.add(task)
+    return ended
+
+
 def note_resumable() -> None:
     """Notes, in a task of a Slurm job, that the script can resume from a checkpoint."""
     if directory := os.environ.get(EXITS_VARIABLE):
         with contextlib.suppress(OSError):
             pathlib.Path(directory, "resumes").write_text("1")
+
+
+def _refresh(directory: pathlib.Path) -> None:
+    """Changes the directory, so that a network file system drops its cached list of files."""
+    with contextlib.suppress(OSError):
+        probe = directory / f"probe_{os.uname().nodename}_{os.getpid()}"
+        probe.touch()
+        probe.unlink()
 
 
 def _file_name(task: Task) -> str:

@@ -5,7 +5,8 @@ Notices are lines from the launcher to the tasks, in a file.
 
 The path is in the environment (`NOTICES_VARIABLE`). A task on another host gets the lines through its connection. The
 chief of parameter servers reads "given up TASK" (`tfdist.serving.embedded`). A task that waits for the others to start
-reads "ended TASK", of one that has ended with code 0 (`check_none_ended`).
+reads "ended TASK", of one that has ended with code 0 (`check_none_ended`). In a Slurm job it reads that in the
+directory of the exit codes instead.
 
 The other way, a task that builds a strategy for the cluster makes an empty file (`tfdist.cluster.note_joined`). A job
 whose tasks have all ended well without that file has most likely run its script several times over.
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Collection
 
 from tfdist.cluster import JOINED_VARIABLE, NOTICES_VARIABLE
+from tfdist.launchers.slurm import exits as slurm_exits
 
 GIVEN_UP, ENDED = "given up ", "ended "
 
@@ -112,12 +114,11 @@ def check_none_ended(tasks: Collection[str]) -> Callable[[], None]:
     reader = Reader(os.environ.get(NOTICES_VARIABLE))
 
     def check() -> None:
-        for line in reader.new_lines():
-            task = line.removeprefix(ENDED)
-            if task != line and task in tasks:
-                raise RuntimeError(
-                    f"{task} has ended with code 0 and has not joined the cluster; every task must build the strategy: "
-                    "remove the `if` around it"
-                )
+        said = {line.removeprefix(ENDED) for line in reader.new_lines() if line.startswith(ENDED)}
+        for task in sorted(said & {*tasks} or slurm_exits.ended_well(tasks)):
+            raise RuntimeError(
+                f"{task} has ended with code 0 and has not joined the cluster; every task must build the strategy: "
+                "remove the `if` around it"
+            )
 
     return check
