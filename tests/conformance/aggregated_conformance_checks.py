@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from cases import LOOPS, TRANSFORMS
 from conformance import Conformance, Numbers, pytest_generate_tests  # noqa: F401
-from training import SETTINGS
+from training import SETTINGS, assert_close, with_uneven_pipelines
 
 _LOOPS_OF_FIRST_CALLS = frozenset(f"first call, loop{words}" for words in ("", ", built", ", by name"))
 
@@ -51,6 +52,9 @@ class TestAggregated(Conformance):
     )
     # One device reads its weights after the update, a contribution those before.
     logs_within = 0.1
+
+    def test_own_pipelines_of_uneven_parts_count_by_their_examples(self, strategy: Any) -> None:
+        assert_close(*with_uneven_pipelines(strategy))
 
 
 class TestLoopsBesideAPolicy(Numbers):

@@ -12,6 +12,7 @@ import pytest
 from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
 from cases import LOOPS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
+from training import assert_close, with_uneven_pipelines
 
 import tfdist
 from tfdist.transport import buckets
@@ -84,6 +85,11 @@ class TestBackupWorkers(Workers):
             # So that some tensors are large here.
             patch.setattr(buckets, "BUCKET_BYTES", 64)
             yield tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.BackupWorkers(spares=0)])
+
+    def test_own_pipelines_of_uneven_parts_count_by_their_examples(
+        self, strategy: tfdist.MultiWorkerMirroredStrategy
+    ) -> None:
+        assert_close(*with_uneven_pipelines(strategy))
 
 
 class TestParameterAveraging(AveragingEveryStep, Workers):

@@ -23,6 +23,7 @@ from training import (
     dense_model,
     trained,
     weighed_within_parts,
+    with_uneven_pipelines,
 )
 
 import tfdist
@@ -174,6 +175,10 @@ def test_every_replica_may_have_a_pipeline_of_its_own(strategy):
     evaluated = model.evaluate(data, verbose=0, return_dict=True)
     assert evaluated == pytest.approx(model.evaluate(X[:40], Y[:40], verbose=0, return_dict=True), abs=1e-6)
     assert model.predict(data, verbose=0).shape == (40, 1)
+
+
+def test_own_pipelines_of_uneven_parts_count_by_their_examples(strategy):
+    assert_close(*with_uneven_pipelines(strategy))
 
 
 # With spares.

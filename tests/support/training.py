@@ -133,3 +133,27 @@ def weighed_within_parts(strategy: Any, num_parts: int) -> tuple[float, float]:
         rows = splitting.cut(tf.range(7), part, num_parts).numpy()
         expected -= rate * len(rows) / 7 * np.average(gradients[rows], weights=weights[rows])
     return float(layer.kernel.numpy()[0, 0]), expected
+
+
+def with_uneven_pipelines(strategy: Any) -> tuple[Any, Any]:
+    """Trains with whole batches, and with pipelines of each replica's own that have uneven parts of them."""
+
+    def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        index, last = context.input_pipeline_id, context.num_input_pipelines - 1
+        start, size = (0, 8 - last) if index == 0 else (8 - index, 1)
+        rows = [row for batch in range(0, 40, 8) for row in range(batch + start, batch + start + size)]
+        return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(size)
+
+    def one_number(y: Any, prediction: Any) -> Any:
+        return tf.reduce_mean(tf.abs(y - prediction))
+
+    def trained_with(data: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = dense_model()
+            model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=[one_number, "mae"])
+        history = model.fit(data, epochs=2, verbose=0).history
+        return model.get_weights(), history
+
+    whole = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(8)
+    return trained_with(whole), trained_with(strategy.distribute_datasets_from_function(own))

@@ -449,13 +449,16 @@ class QuorumStep:
         own = self._pack(flat)
         # This worker's own counts so far: their sum over workers is part of the gradients' all-reduce.
         counters = [one_replica.copies_of(variable)[0] for variable in self._step.counters]
-        counts = [counter + tf.cast(count, counter.dtype) for counter, count in zip(counters, own.counts, strict=True)]
-        own, sum_gradients = own._replace(counts=counts), self._sums.of_gradients()
-        total = self._add_up_encoded(own, sum_gradients) if sum_gradients else self._add_up(own)
+        before = [tf.convert_to_tensor(counter) for counter in counters]
+        sent, sum_gradients = own._replace(counts=[*before, *own.counts]), self._sums.of_gradients()
+        total = self._add_up_encoded(sent, sum_gradients) if sum_gradients else self._add_up(sent)
+        before, new = total.counts[: len(counters)], total.counts[len(counters) :]
+        new = self._step.counts(total._replace(counts=new))
+        total = total._replace(counts=[old + tf.cast(add, old.dtype) for old, add in zip(before, new, strict=True)])
         with self._as_replica(), patched_attributes(self._without_reduction()):
             self._step.update(total, are_final=sum_gradients is not None)
-            for counter, count in zip(counters, counts, strict=True):
-                counter.assign(count)
+            for counter, count in zip(counters, self._step.counts(own._replace(weight=total.weight)), strict=True):
+                counter.assign_add(tf.cast(count, counter.dtype))
             return self._step.logs(total, total.counts)
 
     def _add_up(

@@ -237,7 +237,7 @@ class SplitTrainStep:
     def _counted_by_examples(self, batch: Any, batch_rows: tf.Tensor | None) -> losses.CountedByExamples | None:
         """Returns the metrics that count by examples; None if a replica's share of the batch is known."""
         is_known = batch_rows is not None or splitting.rows(batch) is None or splitting.static_size(batch)
-        if is_known or self._total_num_replicas == 1 or not self._can_take_maxima:
+        if is_known or self._total_num_replicas == 1:
             return None
         return losses.CountedByExamples(batch, self._total_num_replicas, self._findings.mixed)
 
@@ -363,7 +363,10 @@ class SplitTrainStep:
     # The second half.
 
     def counts(self, total: ReplicaContribution) -> list[tf.Tensor]:
-        """Returns the increments of `counters`, from the sum of contributions."""
+        """Returns the increments of `counters`, from the sum of contributions.
+
+        Those of a single contribution are its part of the sum, if `weight` is that of the sum.
+        """
         return [
             tf.math.divide_no_nan(count, tf.cast(total.weight, count.dtype))
             if id(counter) in self._layout.by_examples
