@@ -135,6 +135,24 @@ def test_job_that_joins_no_cluster_ends_with_one_line(tmp_path):
 
 
 @pytest.mark.processes
+def test_job_that_joins_no_cluster_is_reported_while_it_runs(tmp_path):
+    (tmp_path / "train.py").write_text("import os, time\nwhile not os.path.exists('end'): time.sleep(0.01)")
+    program = "from tfdist.launchers.supervise import attempts; attempts._JOIN_SECS = 0.5; from tfdist import cli; "
+    words = [sys.executable, "-c", f"{program}cli.main()", "launch", "local", "--num_workers=2", "train.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as launcher:
+        lines = [launcher.stderr.readline()]
+        (tmp_path / "end").touch()
+        lines += launcher.stderr.read().splitlines()
+    assert launcher.returncode == 0
+    assert lines[0].startswith("tfdist: no task has joined the cluster by a strategy of tfdist")
+    assert "() in 0.5 s: unless the script joins it" in lines[0]
+    assert lines[0].endswith("each of 2 tasks runs on its own\n")
+    # Again at the end, where it is seen.
+    assert [line.endswith("each of 2 tasks ran on its own") for line in lines[1:]] == [True]
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("tasks", "strategy"),
     [("--num_ps=0", "MultiWorkerMirroredStrategy"), ("--num_ps=1", "ParameterServerStrategy")],
@@ -218,6 +236,7 @@ def test_a_signal_that_ends_a_task_is_128_and_its_number(script):
     code, _, err = launch("--num_workers=2", script("signal.raise_signal(9) if name == 'worker:0' else signal.pause()"))
     assert code == 137
     assert "worker:0 failed first (SIGKILL, exit code 137)" in err
+    assert "all tasks have ended; the kernel kills so for lack of memory; start with" in err
     assert err.endswith("; start with --max_restarts=N and tfdist.callbacks.Resume to go on from a checkpoint\n")
 
 

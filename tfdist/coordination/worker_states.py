@@ -27,8 +27,8 @@ _CAUSE = re.compile(r"as some have ended or failed: (.+)")
 _SAME = "the same number of steps, and the same callbacks that stop training"
 # Cause of a lost worker whose connection is gone.
 LOST = (
-    "the connection to it is lost: its process was killed, or its machine has failed; look at its output and its "
-    "memory, and go on from a checkpoint with tfdist.callbacks.Resume"
+    "the connection to it is lost: its process was killed or stopped, or its machine has failed; look at its output "
+    "and its memory, and go on from a checkpoint with tfdist.callbacks.Resume"
 )
 # Parts of a call of Keras.
 STEP, OUTSIDE = "a step", "outside of its steps"

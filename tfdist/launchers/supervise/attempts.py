@@ -31,6 +31,8 @@ _SWEPT_SECS = 0.05
 _NO_CONNECTION = 255
 # ssh has 15 s to connect; a process that ends within this time may never have started a remote task.
 _CONNECT_SECS = 20.0
+# More than a script needs to import TensorFlow on a busy machine, and to build its strategy.
+_JOIN_SECS = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Attempt:
         self._unreachable: dict[str, str] = {}
         self._orphaned: list[str] = []
         self._notices = Notices()
+        # When a job that no task has joined is reported, while it runs.
+        self._look_secs: float | None = time.monotonic() + _JOIN_SECS
 
     def run(self) -> AttemptOutcome:
         """Runs all tasks to their end."""
@@ -144,6 +148,10 @@ class Attempt:
             ended = self._supervisor.wait_first_exit(self._wait_secs())
             if ended is None:
                 self._start_due()
+                is_due = self._look_secs is not None and time.monotonic() >= self._look_secs
+                if is_due and self._failed is None:
+                    self._look_secs = None
+                    self._look_for_a_cluster(_JOIN_SECS)
             elif ended.returncode == 0:
                 self._notices.add(ENDED + ended.name)
                 self._pending.discard(ended.name)
@@ -156,7 +164,8 @@ class Attempt:
     def _wait_secs(self) -> float | None:
         if self._failed is not None:
             return max(0.0, self._first.deadline_secs - time.monotonic())
-        return self._replacements.wait_secs()
+        look_secs = None if self._look_secs is None else max(0.0, self._look_secs - time.monotonic())
+        return min((secs for secs in (self._replacements.wait_secs(), look_secs) if secs is not None), default=None)
 
     def _fail(self, ended: Process) -> None:
         """Notes a failure, which may be the cause of the job's end, or a consequence of it."""
@@ -223,12 +232,12 @@ class Attempt:
         self._say(text)
         self._fail(ended)
 
-    def _look_for_a_cluster(self) -> None:
-        """Reports that no task has joined the cluster. Tasks on other hosts are looked at there."""
+    def _look_for_a_cluster(self, after_secs: float | None = None) -> None:
+        """Reports that no task has joined the cluster, in good time or at the end. Other hosts do it there."""
         members = {*self._request.deciding, *self._request.computing}
         is_here = all("TF_CONFIG" in task.env for task in self._request.tasks)
         if is_here and len(members) > 1 and not self._received and not self._notices.has_joined:
-            self._say(not_joined(len(self._request.tasks), self._request.replaces_workers))
+            self._say(not_joined(len(self._request.tasks), self._request.replaces_workers, after_secs))
 
     # Hosts that are lost.
 
@@ -302,10 +311,13 @@ class Attempt:
 
     def _advice(self, failed: Process) -> str:
         """Advises on a killed job that no launcher starts again: a bug of the script would come again."""
-        was_killed = (failed.returncode or 0) < 0 or self._host(failed.name) in self._unreachable
+        is_lost = self._host(failed.name) in self._unreachable
+        was_killed = (failed.returncode or 0) < 0 or is_lost
+        is_sigkill = failed.returncode == -signal.SIGKILL and not is_lost
+        cause = "; the kernel kills so for lack of memory" if is_sigkill else ""
         if self._request.restarts.max_restarts or not was_killed:
-            return ""
-        return "; start with --max_restarts=N and tfdist.callbacks.Resume to go on from a checkpoint"
+            return cause
+        return f"{cause}; start with --max_restarts=N and tfdist.callbacks.Resume to go on from a checkpoint"
 
     def _let_others_end(self) -> None:
         """Waits for the other tasks after success. The chief has notified them; their exit codes don't count."""

@@ -70,12 +70,14 @@ class Notices:
             shutil.rmtree(self._path.parent, ignore_errors=True)
 
 
-def not_joined(num_tasks: int, has_ps: bool) -> str:
-    """Returns the line about a job that has ended well, none of whose tasks has joined the cluster."""
+def not_joined(num_tasks: int, has_ps: bool, after_secs: float | None = None) -> str:
+    """Returns the line about a job that has ended well, or runs for some time, and none of whose tasks has joined."""
     strategy = "ParameterServerStrategy" if has_ps else "MultiWorkerMirroredStrategy"
+    when, joins, runs = ("", "joined", "ran") if after_secs is None else (f" in {after_secs:g} s", "joins", "runs")
     return (
-        f"no task has joined the cluster by a strategy of tfdist, such as tfdist.{strategy}(): unless the script "
-        f"joined it in another way, such as by a stock tf.distribute strategy, each of {num_tasks} tasks ran on its own"
+        f"no task has joined the cluster by a strategy of tfdist, such as tfdist.{strategy}(){when}: unless the script "
+        f"{joins} it in another way, such as by a stock tf.distribute strategy, each of {num_tasks} tasks {runs} on "
+        "its own"
     )
 
 
