@@ -128,6 +128,25 @@ def test_names_that_can_not_be_resolved(monkeypatch):
         "the host slow of worker:1",
     ]
     assert "no answer in 0.1 s" in found[1].text
+    (found,) = doctor.names(cluster(1, host="a"), 5.0)
+    assert (found.state, found.text) == (doctor.OK, "the names of all hosts can be resolved")
+
+
+def test_host_that_can_not_be_resolved_counts_once(monkeypatch):
+    def resolve(host, *args, **kwargs):
+        if host == "nowhere":
+            raise socket.gaierror(-2, "Name or service not known")
+        return getaddrinfo(host, *args, **kwargs)
+
+    getaddrinfo = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with PortReservation(1) as reservation:
+        tasks = {"worker": [f"127.0.0.1:{reservation.ports[0]}", "nowhere:1"]}
+        config = {"cluster": tasks, "task": {"type": "worker", "index": 0}}
+        found = doctor.examine(5.0, env={"TF_CONFIG": json.dumps(config)})
+    assert [text.partition(" (")[0] for text in wrong(found) if "worker:1" in text] == [
+        "the host nowhere of worker:1 can't be resolved"
+    ]
 
 
 def test_the_own_port():

@@ -564,7 +564,7 @@ def names(cluster: Cluster, timeout_secs: float) -> list[Finding]:
                 Finding(WRONG, f"the host {host} of {tasks} can't be resolved ({why}); mend DNS, or use its IP address")
             )
     pool.shutdown(wait=False, cancel_futures=True)
-    return found or [Finding(OK, f"all {len(hosts)} names of hosts can be resolved")]
+    return found or [Finding(OK, "the names of all hosts can be resolved")]
 
 
 def own_port(cluster: Cluster) -> list[Finding]:
@@ -603,6 +603,8 @@ def reachable(cluster: Cluster, timeout_secs: float) -> list[Finding]:
         answers = list(pool.map(lambda task: _connect(cluster.address(task), timeout_secs), others))
     found = []
     for task, answer in zip(others, answers, strict=True):
+        if answer is None:
+            continue  # Reported by `names`.
         state = OK if answer in (_LISTENS, _REFUSES) else WRONG
         remedy = "" if state == OK else "; check that the machine is up, and that no firewall is between"
         found.append(Finding(state, f"{task} at {cluster.address(task)}: {answer}{remedy}"))
@@ -612,9 +614,12 @@ def reachable(cluster: Cluster, timeout_secs: float) -> list[Finding]:
 _LISTENS, _REFUSES = "something listens", "the machine answers, nothing listens yet"
 
 
-def _connect(address: str, timeout_secs: float) -> str:
+def _connect(address: str, timeout_secs: float) -> str | None:
+    """Returns the outcome of a connection; None if the host's name can't be resolved."""
     try:
         socket.create_connection(_sockets.split_address(address), timeout_secs).close()
+    except socket.gaierror:
+        return None
     except ConnectionRefusedError:
         return _REFUSES
     except TimeoutError:
