@@ -215,7 +215,11 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(
         (lambda: with_policy(pairs().batch(4), "FILE"), "AutoShardPolicy.FILE needs a data set that reads files"),
         (lambda: with_policy(lines(tmp_path, 1), "FILE"), "FILE needs .* the dataset only has 1 file"),
         (lambda: with_policy(pairs().batch(4), "OFF" if index() else "AUTO"), "must be given the same data set"),
-        (lambda: pairs().take(20 + index()).batch(4), "must be given the same data set"),
+        (
+            lambda: pairs().take(20 + index()).batch(4),
+            r"remove x\[rank::n\] .*Received: 5 batches on worker:0, 6 batches on worker:1$",
+        ),
+        (lambda: pairs().batch(4).repeat(1 + index()), "read equally many .* 6 batches on worker:0, 12 batches on"),
         (lambda: pairs().shuffle(40, seed=index()).batch(4), "shuffle in different orders.* seeds .*/1 on worker:1"),
         (
             lambda: pairs().filter(lambda x, y: tf.random.uniform([], seed=index()) < 1).batch(4),
@@ -232,6 +236,8 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(
             doubling.fit(make(), verbose=0)
     with pytest.raises(ValueError, match=r"^dataset: .*examples of checksum"):
         doubling.predict(NUMBERS[index() : 20 : 2], verbose=0)
+    with pytest.raises(ValueError, match=r"remove x\[rank::n\] .*Received: 11 rows on worker:0, 10 rows on worker:1$"):
+        doubling.predict(NUMBERS[index() :: 2], verbose=0)
     # Keras shuffles arrays by the global seed.
     before = context.global_seed()
     tf.random.set_seed(index())
@@ -247,6 +253,12 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(
     for validation in ((own, own), tf.data.Dataset.from_tensor_slices((own, own)).batch(4)):
         with pytest.raises(ValueError, match=r"^dataset: .*worker:0: validation_data: examples of checksum"):
             doubling.fit(NUMBERS, NUMBERS, batch_size=4, verbose=0, validation_data=validation, callbacks=[count])
+    shorter = NUMBERS[: 20 - 5 * index()]
+    with pytest.raises(
+        ValueError,
+        match=r"read equally many.* 20 rows of validation_data on worker:0, 15 rows of validation_data on worker:1$",
+    ):
+        doubling.fit(NUMBERS, NUMBERS, batch_size=4, verbose=0, validation_data=(shorter, shorter), callbacks=[count])
     assert not steps
     endless = pairs().batch(4).repeat() if index() else pairs().batch(4)
     with pytest.raises(ValueError, match=r"must have an end, or none.*Received: endless on worker:1 only"):

@@ -33,6 +33,12 @@ _UNORDERED = (
     "data set, without shard and without the option"
 )
 
+_SAME = (
+    "dataset: every worker must be given the same data set, of which it takes its share: {remedy}, seed what is drawn "
+    "at random, or shard it yourself with AutoShardPolicy.OFF. Received: {received}"
+)
+_UNSHARDED, _EQUALLY_MANY = "remove x[rank::n] or dataset.shard(...)", "read equally many examples on all workers"
+
 _OTHER_FUNCTIONS = (
     "dataset: the functions of {names} differ between the workers. Of each batch of its own data each worker "
     "uses its part, so of examples that only one worker has, some are never used: give all workers the same data set, "
@@ -90,8 +96,8 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
             "tf.data.experimental.SHARD_HINT) all workers would use the same examples; leave the option away"
         )
     content = _content(dataset) if policy == _POLICY.OFF else _Content()
-    traits = [*_spec(dataset.element_spec), f"{int(dataset.cardinality())} batches", *_validation_checksums()]
-    traits += _checksums(dataset)
+    lengths, checksums = _lengths_and_checksums(dataset)
+    traits = [_spec(dataset.element_spec), lengths, checksums]
     functions = [] if policy == _POLICY.OFF else _functions(dataset)
     generated = inputs.generated_of(dataset)
     own = [f"AutoShardPolicy.{policy.name}", traits, functions, [_orders(dataset), len(generated)], *content]
@@ -102,8 +108,9 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
         if is_for_predict:
             raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.OFF, and data sets that differ")
         return Division.OWN
-    _check_specs({task: traits[:2] for task, (_, traits, *_) in found.items()})
-    _check_same({task: traits[2:] for task, (_, traits, *_) in found.items()})
+    _check_specs({task: spec for task, (_, (spec, _, _), *_) in found.items()})
+    _check_lengths({task: lengths for task, (_, (_, lengths, _), *_) in found.items()})
+    _check_same({task: checksums for task, (_, (_, _, checksums), *_) in found.items()})
     if policy == _POLICY.HINT and is_for_predict:
         raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.HINT")
     if policy != _POLICY.HINT:
@@ -207,16 +214,30 @@ def _are_own(contents: Mapping[Any, _Content]) -> bool:
 
 
 def _check_same(traits: Mapping[Any, Sequence[str]]) -> None:
-    """Raises ValueError if the workers' data sets, or their sources, show different lengths, examples or options."""
+    """Raises ValueError if the workers' data sets, or their sources, show different examples or options."""
     # Traits of the sources show different shares of arrays, and numbers of files.
     for each in itertools.zip_longest(*traits.values(), fillvalue="nothing"):
         if len(set(each)) > 1:
             shown = ", ".join(f"{task}: {trait}" for task, trait in zip(traits, each, strict=True))
-            raise ValueError(
-                "dataset: every worker must be given the same data set, of which it takes its share: remove x[rank::n] "
-                "or dataset.shard(...), seed what is drawn at random, or shard it yourself with "
-                f"AutoShardPolicy.OFF. Received: {shown}"
+            raise ValueError(_SAME.format(remedy=_UNSHARDED, received=shown))
+
+
+def _check_lengths(lengths: Mapping[Any, Mapping[str, Sequence[int]]]) -> None:
+    """Raises ValueError if the workers' data sets, or the arrays that these read, have different lengths."""
+    first, *_ = lengths.values()
+    for name in first:
+        counts = {task: each.get(name, []) for task, each in lengths.items()}
+        if len(set(map(tuple, counts.values()))) > 1:
+            shown = ", ".join(
+                f"{' and '.join(map(_length, each)) or 'no'} {name} on {task}" for task, each in counts.items()
             )
+            # Shards of the same data set differ by one at most.
+            is_shard = all(max(each) - min(each) < 2 for each in zip(*counts.values(), strict=False))
+            raise ValueError(_SAME.format(remedy=_UNSHARDED if is_shard else _EQUALLY_MANY, received=shown))
+
+
+def _length(count: int) -> str:
+    return {tf.data.INFINITE_CARDINALITY: "endless", tf.data.UNKNOWN_CARDINALITY: "unknown"}.get(count, str(count))
 
 
 def _check_specs(specs: Mapping[Any, Sequence[Any]]) -> None:
@@ -311,24 +332,37 @@ def _check_functions(functions: Mapping[Any, Sequence[Any]], is_for_predict: boo
         warnings.warn(f"{_OTHER_FUNCTIONS.format(names='map')}. {_MAY_DIFFER}", RuntimeWarning, stacklevel=3)
 
 
-def _checksums(dataset: tf.data.Dataset) -> list[str]:
-    """Returns checksums of what a data set and its sources were made with."""
-    all_values = map(inputs.values_of_dataset, inputs.with_sources(dataset))
-    return [f"examples of checksum {_checksum(values)}" for values in all_values if values]
+def _lengths_and_checksums(dataset: tf.data.Dataset) -> tuple[dict[str, list[int]], list[str]]:
+    """Returns lengths by name, and checksums, of a data set and of the validation data of the `fit` that begins.
 
-
-def _validation_checksums() -> list[str]:
-    """Returns checksums of the validation data of the `fit` that begins: they would be compared after its first epoch.
-
-    Those of data sets that TensorFlow, or the user, shards by a policy are left out.
+    The latter would be compared after its first epoch. Those of data sets that TensorFlow, or the user, shards by a
+    policy are left out.
     """
+    lengths, checksums = _described(dataset)
     fit = calls.iterating_fit()
     given = None if fit is None else fit.arguments.get("validation_data")
     if isinstance(given, tf.data.Dataset):
-        policy = given.options().experimental_distribute.auto_shard_policy
-        return [f"validation_data: {text}" for text in _checksums(given)] if policy in _DEALT else []
-    arrays = [tf.convert_to_tensor(_some_rows(each)) for each in tf.nest.flatten(given) if isinstance(each, np.ndarray)]
-    return [f"validation_data: examples of checksum {_checksum(arrays)}"] if arrays else []
+        is_dealt = given.options().experimental_distribute.auto_shard_policy in _DEALT
+        more = _described(given) if is_dealt else ({}, [])
+    else:
+        arrays = [each for each in tf.nest.flatten(given) if isinstance(each, np.ndarray)]
+        rows = [tf.convert_to_tensor(_some_rows(each)) for each in arrays]
+        more = {"rows": _rows(arrays)}, [f"examples of checksum {_checksum(rows)}"] if rows else []
+    lengths |= {f"{name} of validation_data": counts for name, counts in more[0].items()}
+    return lengths, [f"validation_data: {text}" for text in more[1]] + checksums
+
+
+def _described(dataset: tf.data.Dataset) -> tuple[dict[str, list[int]], list[str]]:
+    """Returns lengths by name, and checksums, of what a data set and its sources were made with."""
+    found = [values for each in inputs.with_sources(dataset) if (values := inputs.values_of_dataset(each))]
+    rows = _rows([value for values in found for value in values if value.dtype not in (tf.variant, tf.resource)])
+    lengths = {"rows": rows, "batches": [int(dataset.cardinality())]}
+    return lengths, [f"examples of checksum {_checksum(values)}" for values in found]
+
+
+def _rows(arrays: Sequence[Any]) -> list[int]:
+    """Returns the different numbers of rows of arrays, or of files."""
+    return list(dict.fromkeys(int(array.shape[0]) for array in arrays if len(array.shape)))
 
 
 def _orders(dataset: tf.data.Dataset) -> list[str]:
