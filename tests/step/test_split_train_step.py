@@ -293,6 +293,18 @@ def test_gathering_of_other_replicas_parts_is_refused(monkeypatch: pytest.Monkey
         Halves(model)
 
 
+class Summing(keras.Sequential):
+    def train_step(self, data):
+        count = tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
+        return super().train_step(data) | {"count": count}
+
+
+def test_sum_over_replicas_is_said_once_to_be_of_one(capfd: Any) -> None:
+    halves = Halves(made(lambda: Summing([keras.Input((3,)), keras.layers.Dense(1)])))
+    assert float(halves(X[:9], Y[:9])["count"]) == 1.0
+    assert capfd.readouterr().err.count("all_reduce in a train_step") == 1
+
+
 def _of_large_targets(y_true: Any, y_pred: Any) -> Any:
     return tf.boolean_mask(tf.square(y_true - y_pred), y_true > 0.5)
 

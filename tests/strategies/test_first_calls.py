@@ -56,6 +56,22 @@ def test_error_of_a_step_itself_is_not_put_down_to_parts(strategy: Any) -> None:
         model.fit(first_call_models.X, first_call_models.Y, verbose=0)
 
 
+class OverData(keras.Model):
+    """A step with a Python loop over a data set, which TensorFlow would unroll without an end."""
+
+    def test_step(self, data):
+        return {"total": sum(tf.reduce_sum(each) for each in tf.data.Dataset.range(12).batch(5))}
+
+
+def test_python_loop_over_a_data_set_in_a_step_raises_as_on_one_device(strategy: Any) -> None:
+    for each in (tf.distribute.get_strategy(), strategy):
+        with each.scope():
+            model = OverData()
+            model.compile()
+        with pytest.raises(ValueError, match="unusually high number of"):
+            model.evaluate(first_call_models.X, first_call_models.Y, verbose=0)
+
+
 def test_weights_made_outside_of_the_scope_are_named(strategy: Any) -> None:
     dense = keras.layers.Dense(1, name="outside")
     dense.build((None, 3))

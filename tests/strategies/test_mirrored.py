@@ -54,6 +54,31 @@ def test_loss_divided_by_weights_is_divided_within_replicas(strategy):
     assert found != pytest.approx(weighed_within_parts(tf.distribute.get_strategy(), 1)[0])
 
 
+def test_rows_that_replicas_share_are_added_up_before_the_update_of_a_loop(strategy):
+    ids, rows = tf.constant([[1, 2], [2, 3], [1, 1], [2, 4]]), tf.constant(Y[:4])
+
+    def looped(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Embedding(5, 3), keras.layers.Flatten()])
+            optimizer = OPTIMIZERS.Adam(0.1)
+            optimizer.build(model.trainable_variables)
+
+        def step(data: Any) -> None:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((model(x) - y) ** 2) / 4
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((ids, rows)).batch(4))
+        for batch in [*data] * 2:
+            tf.function(strategy.run)(step, args=(batch,))
+        return model.get_weights()
+
+    for one, many in zip(looped(tf.distribute.get_strategy()), looped(strategy), strict=True):
+        np.testing.assert_allclose(many, one, atol=1e-6)
+
+
 def test_an_epoch_after_one_that_is_left_at_its_last_batch_has_all_data(strategy):
     updates = []
 
