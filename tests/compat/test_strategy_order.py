@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that builds a MirroredStrategy and a ParameterServerStrategy, in either order."""
+"""A program that builds a MirroredStrategy and a ParameterServerStrategy, in either order, or any of them too late."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import pathlib
 
 import programs
 import pytest
+
+import tfdist
 
 pytestmark = pytest.mark.processes
 
@@ -134,3 +136,25 @@ def test_variables_made_first_say_which_line_to_move(tmp_path: pathlib.Path) -> 
     output = run(script.replace("\n    ", "\n"), tmp_path)
     assert "refused: ParameterServerStrategy must be built before the first model or variable" in output
     assert "Move the line" in output
+
+
+@pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        ("early = tf.ones([7, 3])", "a tensor of shape (7, 3) and dtype float32"),
+        ("early = tf.Variable(tf.ones([7, 3]), name='early')", "variable 'early:0'"),
+    ],
+)
+def test_worker_that_used_tensorflow_first_says_what_it_made(tmp_path: pathlib.Path, line: str, made: str) -> None:
+    cluster = tfdist.Cluster({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, tfdist.Task("worker", 0))
+    script = f"""
+{line}
+try:
+    tfdist.MultiWorkerMirroredStrategy()
+except RuntimeError as error:
+    print("refused:", error)
+"""
+    with programs.running(script, tmp_path, {"TF_CONFIG": cluster.to_tf_config()}) as program:
+        assert program.wait(100) == 0, program.output
+        assert "refused: MultiWorkerMirroredStrategy must be built before TensorFlow is used" in program.output
+        assert f"restart the program first. Received: {made}\n" in program.output

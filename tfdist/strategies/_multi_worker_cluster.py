@@ -144,9 +144,11 @@ def join_workers(cluster: clusters.Cluster, start_timeout_secs: float, has_polic
 def _check_before_context() -> None:
     """Raises in one line the error that the stock strategy raises only after all workers have started."""
     if context.has_begun():
+        received = f". Received: {made}" if (made := context.made_before()) else ""
         raise RuntimeError(
             "MultiWorkerMirroredStrategy must be built before TensorFlow is used; move it up, before the first tensor, "
             "data set or model. In a notebook, or where another strategy was built before, restart the program first"
+            f"{received}"
         )
 
 

@@ -87,6 +87,15 @@ def has_begun() -> bool:
     return False
 
 
+def made_before() -> str:
+    """Describes the variables that are alive in this process, or else the largest tensor; "" if there is none."""
+    if found := _variables():
+        return f"variable {found[0]!r}" + (f" and {len(found) - 1} more" if found[1:] else "")
+    tensors = [each for each in gc.get_objects() if isinstance(each, tf.Tensor) and hasattr(each, "numpy")]
+    largest = max(tensors, key=lambda each: each.shape.num_elements(), default=None)
+    return "" if largest is None else f"a tensor of shape {tuple(largest.shape)} and dtype {largest.dtype.name}"
+
+
 def configure_coordination(
     leader: str, jobs: Mapping[str, int], start_timeout_secs: float, heartbeat_timeout_secs: float
 ) -> None:
@@ -242,14 +251,12 @@ def join_cluster() -> None:
             "This program has closed a ParameterServerStrategy, and the tasks of the cluster in TF_CONFIG have ended "
             "with it. Start the job again, or restart the kernel of a notebook."
         )
-    found = _variables()
-    if found:
+    if _variables():
         raise RuntimeError(
             "ParameterServerStrategy must be built before the first model or variable: TensorFlow can't write "
             "variables that were made before a process joins a cluster. Move the line that builds "
             "ParameterServerStrategy to the top of the program, or delete what was made before it; in a notebook, "
-            "restart the kernel and run that line first. Received: "
-            f"{len(found)} variables, {found[0]!r} among them"
+            f"restart the kernel and run that line first. Received: {made_before()}"
         )
 
 
