@@ -147,8 +147,11 @@ def test_variables_made_first_say_which_line_to_move(tmp_path: pathlib.Path) -> 
 )
 def test_worker_that_used_tensorflow_first_says_what_it_made(tmp_path: pathlib.Path, line: str, made: str) -> None:
     cluster = tfdist.Cluster({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, tfdist.Task("worker", 0))
+    # A dead proxy raises when it is asked for its class.
     script = f"""
 {line}
+import weakref
+gone = weakref.proxy({{1}})
 try:
     tfdist.MultiWorkerMirroredStrategy()
 except RuntimeError as error:

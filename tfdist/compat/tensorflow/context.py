@@ -91,7 +91,7 @@ def made_before() -> str:
     """Describes the variables that are alive in this process, or else the largest tensor; "" if there is none."""
     if found := _variables():
         return f"variable {found[0]!r}" + (f" and {len(found) - 1} more" if found[1:] else "")
-    tensors = [each for each in gc.get_objects() if isinstance(each, tf.Tensor) and hasattr(each, "numpy")]
+    tensors = [each for each in _alive(tf.Tensor) if hasattr(each, "numpy")]
     largest = max(tensors, key=lambda each: each.shape.num_elements(), default=None)
     return "" if largest is None else f"a tensor of shape {tuple(largest.shape)} and dtype {largest.dtype.name}"
 
@@ -274,7 +274,7 @@ def leave_cluster(can_join_again: bool) -> None:
     """
     global _joined, _has_ended
     # Now, because TensorFlow crashes on a later request for the device of a variable on a lost server.
-    held = [each for each in gc.get_objects() if isinstance(each, ResourceVariable)]
+    held = _alive(ResourceVariable)
     lost = [each for each in held if _is_lost(each) or CHIEF_JOB not in each.device]
     _lost.clear()
     _lost.update({id(each): weakref.ref(each) for each in lost})
@@ -301,11 +301,14 @@ def mirrored_trains() -> None:
 def _variables() -> list[str]:
     """The names of the variables that are alive in this process, but for those that strategies themselves have."""
     gc.collect()
-    things = gc.get_objects()
-    own = {id(thing._ordering_token) for thing in things if type(thing) is cross_device_utils.CollectiveReplicaLauncher}
-    variables = [thing for thing in things if isinstance(thing, ResourceVariable)]
-    variables = [each for each in variables if id(each) not in own and not is_clock_variable(each)]
+    own = {id(each._ordering_token) for each in _alive(cross_device_utils.CollectiveReplicaLauncher)}
+    variables = [each for each in _alive(ResourceVariable) if id(each) not in own and not is_clock_variable(each)]
     return [str(each.name) for each in variables if not _is_lost(each)]
+
+
+def _alive(kind: type) -> list[Any]:
+    """The objects of a class in this process. `isinstance` would ask proxies, of which some raise."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def _is_lost(variable: ResourceVariable) -> bool:
