@@ -72,3 +72,17 @@ def test_metrics_of_numbers_alone_are_counted_by_examples():
     without = losses.CountedByExamples(batch, 2, {id(both)})
     assert [float(without.weight_of(metric)(True)) for metric in metrics] == [3.0, 0.5]
     assert without.variables() == {id(variable) for variable in numbers.variables}
+
+
+class _Counting(keras.metrics.Mean):
+    """Counts its updates besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = self.add_variable((), "zeros", dtype="int32", aggregation="sum")
+
+
+def test_counts_of_a_mean_besides_its_numbers_are_sums():
+    counted, mean = losses.CountedByExamples(tf.zeros([3, 2]), 2, {}), _Counting()
+    counted.weight_of(mean)(True)
+    assert counted.variables() == {id(mean.total), id(mean.count)}

@@ -483,4 +483,6 @@ class CountedByExamples:
 
     def variables(self) -> set[int]:
         """Returns the ids of the variables whose counts are to be divided, once the step was traced."""
-        return {id(v) for metric, kinds in self._updates.values() if True in kinds for v in metric.variables}
+        # What a subclass counts besides is a sum.
+        means = [metric for metric, kinds in self._updates.values() if True in kinds]
+        return {id(variable) for mean in means for variable in (mean.total, mean.count)}

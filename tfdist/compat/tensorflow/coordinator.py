@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, executor
 
 NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureAbortedError",
@@ -33,7 +33,6 @@ NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClusterCoordinator._create_per_worker_resources",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._is_dead_with_error",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker._process_closure(closure)",
-    "tensorflow.python.distribute.coordinator.cluster_coordinator:Worker.executor",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_CoordinatedClosureQueue._error",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_is_worker_failure",
     "tensorflow.python.distribute.coordinator.coordinator_context:get_current_dispatch_context",
@@ -42,6 +41,7 @@ NEEDS = (
     "tensorflow.python.eager.context:Context.get_server_def",
     "tensorflow.python.eager.context:Context.update_server_def(server_def)",
     "tensorflow.python.eager.context:set_server_def_retries",
+    "tensorflow.python.eager.executor:new_executor(enable_async)",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._allow_run_without_coordinator",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._being_scheduled",
 )
@@ -118,13 +118,19 @@ def after_each(
     """
     reference = weakref.WeakMethod(method)
     for index, worker in enumerate(coordinator._cluster.workers):
-        given = worker._process_closure, worker.executor, lost, reference, index
+        _executors.append(executor.new_executor(enable_async=False))
+        given = worker._process_closure, _executors[-1], lost, reference, index
         worker._process_closure = functools.partial(_followed, *given)
+
+
+# Executors of the threads of workers. TensorFlow knows them by the number of the thread, which a later thread may have:
+# they are kept for the life of the process.
+_executors: list[Any] = []
 
 
 def _followed(
     process: Callable[[Any], None],
-    executor: Any,
+    idle: Any,
     lost: Container[int],
     reference: weakref.WeakMethod,
     worker: int,
@@ -133,8 +139,8 @@ def _followed(
     thread.worker = worker
     # A closure changes to the executor of its worker and back. At the change back TensorFlow waits for all that the
     # earlier one has under way. That would be the executor of all threads, which also frees the tensors of all tasks:
-    # every worker would wait for one that does not answer.
-    context.context().executor = executor
+    # every worker would wait for one that does not answer. The one that is set here has nothing to do.
+    context.context().executor = idle
     process(closure)
     if worker in lost and (method := reference()) is not None:
         method(worker)

@@ -173,12 +173,16 @@ class Exits:
 
 def ended_well(tasks: Iterable[str]) -> set[str]:
     """Returns those of `tasks`, such as "worker:1", that have ended with code 0, in a task of a Slurm job; else {}."""
-    directory, ended = os.environ.get(EXITS_VARIABLE), set()
+    directory = os.environ.get(EXITS_VARIABLE) if os.environ.get("TFDIST_LAUNCHER") == "slurm" else None
+    ended: set[str] = set()
     if directory:
         _refresh(pathlib.Path(directory))
-        for task in tasks:
-            with contextlib.suppress(OSError):
-                if pathlib.Path(directory, task.replace(":", "_")).read_text() == "0":
+        with contextlib.suppress(OSError):
+            # One look at the directory, which many tasks share, for all tasks that still run.
+            there = {path.name for path in pathlib.Path(directory).iterdir()}
+            for task in tasks:
+                name = task.replace(":", "_")
+                if name in there and pathlib.Path(directory, name).read_text() == "0":
                     ended.add(task)
     return ended
 

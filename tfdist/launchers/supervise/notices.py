@@ -19,12 +19,15 @@ import os
 import pathlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Collection
 
 from tfdist.cluster import JOINED_VARIABLE, NOTICES_VARIABLE
 from tfdist.launchers.slurm import exits as slurm_exits
 
 GIVEN_UP, ENDED = "given up ", "ended "
+# Interval of looks at a directory that all hosts of a Slurm job share.
+_SLURM_SECS = 4.0
 
 
 class Notices:
@@ -113,11 +116,14 @@ def check_none_ended(tasks: Collection[str]) -> Callable[[], None]:
     Args:
       tasks: names of tasks that are awaited.
     """
-    reader = Reader(os.environ.get(NOTICES_VARIABLE))
+    reader, slurm_secs = Reader(os.environ.get(NOTICES_VARIABLE)), time.monotonic() + _SLURM_SECS
 
     def check() -> None:
-        said = {line.removeprefix(ENDED) for line in reader.new_lines() if line.startswith(ENDED)}
-        for task in sorted(said & {*tasks} or slurm_exits.ended_well(tasks)):
+        nonlocal slurm_secs
+        ended = {line.removeprefix(ENDED) for line in reader.new_lines() if line.startswith(ENDED)} & {*tasks}
+        if not ended and time.monotonic() >= slurm_secs:
+            ended, slurm_secs = slurm_exits.ended_well(tasks), time.monotonic() + _SLURM_SECS
+        for task in sorted(ended):
             raise RuntimeError(
                 f"{task} has ended with code 0 and has not joined the cluster; every task must build the strategy: "
                 "remove the `if` around it"
