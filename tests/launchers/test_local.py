@@ -236,7 +236,7 @@ def test_a_signal_that_ends_a_task_is_128_and_its_number(script):
     code, _, err = launch("--num_workers=2", script("signal.raise_signal(9) if name == 'worker:0' else signal.pause()"))
     assert code == 137
     assert "worker:0 failed first (SIGKILL, exit code 137)" in err
-    assert "all tasks have ended; the kernel kills so for lack of memory; start with" in err
+    assert "all tasks have ended; unless you sent it, memory may have run out; start with" in err
     assert err.endswith("; start with --max_restarts=N and tfdist.callbacks.Resume to go on from a checkpoint\n")
 
 

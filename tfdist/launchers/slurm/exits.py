@@ -172,7 +172,7 @@ class Exits:
 
 
 def ended_well(tasks: Iterable[str]) -> set[str]:
-    """Returns those of `tasks`, such as "worker:1", that have ended with code 0, in a task of a Slurm job; else {}."""
+    """Returns those of `tasks`, such as "worker:1", that have ended with code 0; of a Slurm job alone."""
     directory = os.environ.get(EXITS_VARIABLE) if os.environ.get("TFDIST_LAUNCHER") == "slurm" else None
     ended: set[str] = set()
     if directory:

@@ -314,7 +314,7 @@ class Attempt:
         is_lost = self._host(failed.name) in self._unreachable
         was_killed = (failed.returncode or 0) < 0 or is_lost
         is_sigkill = failed.returncode == -signal.SIGKILL and not is_lost
-        cause = "; the kernel kills so for lack of memory" if is_sigkill else ""
+        cause = "; unless you sent it, memory may have run out" if is_sigkill else ""
         if self._request.restarts.max_restarts or not was_killed:
             return cause
         return f"{cause}; start with --max_restarts=N and tfdist.callbacks.Resume to go on from a checkpoint"
