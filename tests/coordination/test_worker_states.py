@@ -38,6 +38,18 @@ def test_state_is_the_same_after_its_way_as_text():
     assert WorkerStatus.from_json("worker:1", state.to_json()) == state
 
 
+def test_those_who_are_left_in_different_calls_are_a_deadlock_though_one_has_ended():
+    one, other = blocked(0, "model.evaluate", "comparing", 9), blocked(1, "model.fit", "comparing the models", 9)
+    gone = WorkerStatus("worker:2", ended="worker:2 ended with RuntimeError")
+    for own, rest in ((one, other), (other, one)):
+        # Neither waits for the one that has ended.
+        text = verdict(own, [rest, gone], [rest.task])
+        assert text and PARTED.match(text)
+        assert "worker:0 in model.evaluate (comparing), and worker:1 in model.fit" in text
+        assert "worker:2 (worker:2 ended" in str(verdict(own, [rest, gone], ALL))
+    assert verdict(one, [dataclasses.replace(other, blocked_secs=1.0), gone], ["worker:1"]) is None
+
+
 @pytest.mark.parametrize("what", ["", "comparing the data sets"])
 def test_wait_for_worker_that_has_ended_names_it_and_remedy(what: str):
     own, other = blocked(0, "model.evaluate", what, 3, secs=2), WorkerStatus("worker:1", ended=HAS_ENDED)

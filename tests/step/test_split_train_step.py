@@ -286,10 +286,17 @@ class _Gathering(keras.Model):
         return self.dense(x)
 
 
-def test_gathering_of_other_replicas_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Meeting(_Gathering):
+    def call(self, x):
+        context = tf.distribute.get_replica_context()
+        return context.merge_call(lambda strategy, part: strategy.reduce("SUM", part, axis=None), args=(x,))
+
+
+@pytest.mark.parametrize(("other", "call"), [(_Gathering, "all_gather"), (_Meeting, "merge_call")])
+def test_gathering_of_other_replicas_parts_is_refused(other: Any, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
-    monkeypatch.setattr(model, "train_step", _Gathering().call)
-    with pytest.raises(ValueError, match="can't gather the other replicas' parts"):
+    monkeypatch.setattr(model, "train_step", other().call)
+    with pytest.raises(ValueError, match=rf"can't gather the other replicas' parts with {call}\("):
         Halves(model)
 
 

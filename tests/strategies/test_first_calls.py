@@ -95,7 +95,10 @@ def test_optimizer_built_outside_of_scope_is_refused(strategy: Any) -> None:
         optimizer.build(model.trainable_variables)
     model.compile(optimizer, "mse")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"under .with strategy\.scope.*variable 'adam.*', made outside of it"):
+        with pytest.raises(
+            ValueError,
+            match=r"under .with strategy\.scope.*variable 'adam.*', made outside of it at test_first_calls\.py:\d+$",
+        ):
             model.fit(first_call_models.X, first_call_models.Y, verbose=0)
     with pytest.raises(ValueError, match=r"variable 'adam.*', made outside of it"):
         strategy.run(lambda: optimizer.apply([tf.ones((3, 1)), tf.ones(1)], model.trainable_variables))

@@ -100,7 +100,8 @@ def verdict(own: WorkerStatus, others: Sequence[WorkerStatus], awaited: Sequence
         return causes[0]
     if ended:
         return _of_ended(own, ended)
-    states = [own, *others]
+    # Who has ended, and is not awaited, makes no call any more that could end the waits of the others.
+    states = [own, *(state for state in others if not state.ended)]
     if any(state.blocked_secs < PARTED_SECS for state in states) or _are_together(states):
         return None
     return _of_parted(states)

@@ -744,7 +744,7 @@ class _Watch:
         if self._agreement._service_answers():
             self.post(own)
             self._is_posted = True
-        reason = worker_states.verdict(own, self.states(), ())
+        reason = worker_states.verdict(own, self.states(), [str(task) for task in awaited], self.known)
         return self.noted(reason) if reason else self.loss(own, awaited)
 
     def _blocked_frame(self) -> FrameType | None:

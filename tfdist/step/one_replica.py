@@ -116,9 +116,10 @@ def _of_equal_values(value: Any, count: int) -> Any:
 def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
     """Returns patches of the current replica context for a step that computes a contribution alone.
 
-    Its `all_gather` is refused, since it would silently give the replica's own part. `all_reduce`, with which a
-    synchronized BatchNormalization works, logs that it is over this replica's part. On several workers the stock one is
-    a collective, for which a contribution would wait for stragglers, and without end where one of them makes none.
+    Its `all_gather` is refused, since it would silently give the replica's own part, and so is `merge_call` of a
+    function of the user's. `all_reduce`, with which a synchronized BatchNormalization works, logs that it is over this
+    replica's part. On several workers the stock ones are collectives, for which a contribution would wait for
+    stragglers, and without end where one of them makes none.
 
     Args:
       step_name: the step, for the messages.
@@ -128,12 +129,15 @@ def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]
     context: Any = tf.distribute.get_replica_context()
     received = f"Received: {step_name}, {num_replicas} replicas"
 
-    def all_gather(*args: Any, **kwargs: Any) -> Any:
-        raise ValueError(
+    def refuse(call: str) -> ValueError:
+        return ValueError(
             "policies: under this policy each replica computes its gradient alone, so a train_step can't gather the "
-            "other replicas' parts with all_gather(...); train without the policy, or let each worker have whole "
+            f"other replicas' parts with {call}(...); train without the policy, or let each worker have whole "
             f"batches under ParameterServerStrategy without a policy. {received}"
         )
+
+    def all_gather(*args: Any, **kwargs: Any) -> Any:
+        raise refuse("all_gather")
 
     def all_reduce(reduce_op: Any, value: Any, options: Any = None) -> Any:
         del reduce_op, options
@@ -143,7 +147,20 @@ def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]
         )
         return _of_equal_values(value, 1)
 
-    return [(context, "all_gather", all_gather), (context, "all_reduce", all_reduce)]
+    plain_merge_call = context.merge_call
+
+    def merge_call(merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        # Those of the libraries are of writes to variables.
+        module = getattr(getattr(merge_fn, "func", merge_fn), "__module__", "")
+        if not str(module).startswith(("tensorflow.", "keras.", "tfdist.")):
+            raise refuse("merge_call")
+        return plain_merge_call(merge_fn, args=args, kwargs=kwargs)
+
+    return [
+        (context, "all_gather", all_gather),
+        (context, "all_reduce", all_reduce),
+        (context, "merge_call", merge_call),
+    ]
 
 
 class _Nobody:

@@ -104,12 +104,12 @@ def move_to_part(strategy: Any, variable: Any, part: int) -> None:
         variable._initialize(value.numpy())
 
 
-# Remembers at which line of the user's program a layer was made, for messages that ask to move the line.
+# Remembers the line of the user's program at which a layer was made, or an optimizer built, for messages about it.
 #
 # Keras keeps no stack. What was made before the first strategy has no line.
 
 
-_of_layers: weakref.WeakKeyDictionary[keras.Layer, str] = weakref.WeakKeyDictionary()
+_lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # Directories of files that are not the user's: the standard library, and what is installed.
 _LIBRARIES = tuple(
     f"{path}{os.sep}"
@@ -124,20 +124,21 @@ _GENERATED = ("<frozen", "__autograph_generated_file")
 
 
 def remember_lines() -> None:
-    """Makes layers remember the line of the program that creates them, from now on."""
+    """Remembers the line of the program that creates a layer, or builds an optimizer, from now on."""
     layers.after_making(_remember_line)
+    patching.once(keras.optimizers.Optimizer, "build", _remembering)
 
 
 def line_of_layer(layer: keras.Layer) -> str:
     """Returns the line of the program that made a layer, or a model, such as "train.py:12", or ""."""
-    return _of_layers.get(layer, "")
+    return _lines.get(layer, "")
 
 
 def _at_line_of(variable: Any) -> str:
     """Returns where the layer of a variable was made, such as " at train.py:12", or ""."""
     lines = [
         (len(layer.variables), line)
-        for layer, line in _of_layers.items()
+        for layer, line in _lines.items()
         if line and any(each is variable for each in layer.variables)
     ]
     # Models and layers around it have more variables.
@@ -145,7 +146,15 @@ def _at_line_of(variable: Any) -> str:
 
 
 def _remember_line(layer: keras.Layer) -> None:
-    _of_layers[layer] = _line()
+    _lines[layer] = _line()
+
+
+def _remembering(build: Callable[..., Any]) -> Callable[..., Any]:
+    def remembering(self: keras.optimizers.Optimizer, variables: Any) -> None:
+        _lines.setdefault(self, _line())
+        build(self, variables)
+
+    return remembering
 
 
 def _line() -> str:
