@@ -85,4 +85,6 @@ class _Counting(keras.metrics.Mean):
 def test_counts_of_a_mean_besides_its_numbers_are_sums():
     counted, mean = losses.CountedByExamples(tf.zeros([3, 2]), 2, {}), _Counting()
     counted.weight_of(mean)(True)
-    assert counted.variables() == {id(mean.total), id(mean.count)}
+    total = keras.metrics.Sum()
+    counted.weight_of(total)(True)
+    assert counted.variables() == {id(mean.total), id(mean.count), id(total.total)}

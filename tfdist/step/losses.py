@@ -483,6 +483,7 @@ class CountedByExamples:
 
     def variables(self) -> set[int]:
         """Returns the ids of the variables whose counts are to be divided, once the step was traced."""
-        # What a subclass counts besides is a sum.
-        means = [metric for metric, kinds in self._updates.values() if True in kinds]
-        return {id(variable) for mean in means for variable in (mean.total, mean.count)}
+        metrics = [metric for metric, kinds in self._updates.values() if True in kinds]
+        # Those of `Mean`, or of `Sum`. What a subclass counts besides is a sum.
+        found = [getattr(metric, name, None) for metric in metrics for name in ("total", "count")]
+        return {id(variable) for variable in found if variable is not None}
