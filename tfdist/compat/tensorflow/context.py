@@ -301,14 +301,16 @@ def mirrored_trains() -> None:
 def _variables() -> list[str]:
     """The names of the variables that are alive in this process, but for those that strategies themselves have."""
     gc.collect()
-    own = {id(each._ordering_token) for each in _alive(cross_device_utils.CollectiveReplicaLauncher)}
-    variables = [each for each in _alive(ResourceVariable) if id(each) not in own and not is_clock_variable(each)]
+    found = _alive(ResourceVariable, cross_device_utils.CollectiveReplicaLauncher)
+    own = {id(each._ordering_token) for each in found if not isinstance(each, ResourceVariable)}
+    variables = [each for each in found if isinstance(each, ResourceVariable)]
+    variables = [each for each in variables if id(each) not in own and not is_clock_variable(each)]
     return [str(each.name) for each in variables if not _is_lost(each)]
 
 
-def _alive(kind: type) -> list[Any]:
-    """The objects of a class in this process. `isinstance` would ask proxies, of which some raise."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+def _alive(*kinds: type) -> list[Any]:
+    """The objects of these classes in this process. `isinstance` would ask proxies, of which some raise."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _is_lost(variable: ResourceVariable) -> bool:
