@@ -98,8 +98,7 @@ class Exits:
 
     def verdict(self, srun_code: int) -> SlurmVerdict:
         """Decides the result of the step, once srun has ended with this code."""
-        if self._directory:
-            _refresh(self._directory)
+        _refresh(self._directory)
         codes = {task: self._code(task) for task in self._job.tasks}
         if srun_code == 0 or not self._directory:
             return SlurmVerdict(srun_code)
@@ -132,8 +131,7 @@ class Exits:
         while not is_due():
             if time.monotonic() >= deadline or self._is_gone():
                 return False
-            if self._directory:
-                _refresh(self._directory)
+            _refresh(self._directory)
             time.sleep(_POLL_SECS)
         return True
 
@@ -173,16 +171,17 @@ class Exits:
 
 def ended_well(tasks: Iterable[str]) -> set[str]:
     """Returns those of `tasks`, such as "worker:1", that have ended with code 0; of a Slurm job alone."""
-    directory = os.environ.get(EXITS_VARIABLE) if os.environ.get("TFDIST_LAUNCHER") == "slurm" else None
+    given = os.environ.get(EXITS_VARIABLE) if os.environ.get("TFDIST_LAUNCHER") == "slurm" else None
     ended: set[str] = set()
-    if directory:
-        _refresh(pathlib.Path(directory))
+    if given:
+        directory = pathlib.Path(given)
+        _refresh(directory)
         with contextlib.suppress(OSError):
             # One look at the directory, which many tasks share, for all tasks that still run.
-            there = {path.name for path in pathlib.Path(directory).iterdir()}
+            there = {path.name: path for path in directory.iterdir()}
             for task in tasks:
-                name = task.replace(":", "_")
-                if name in there and pathlib.Path(directory, name).read_text() == "0":
+                path = there.get(_file_name(task))
+                if path and path.read_text() == "0":
                     ended.add(task)
     return ended
 
@@ -194,16 +193,17 @@ def note_resumable() -> None:
             pathlib.Path(directory, "resumes").write_text("1")
 
 
-def _refresh(directory: pathlib.Path) -> None:
+def _refresh(directory: pathlib.Path | None) -> None:
     """Changes the directory, so that a network file system drops its cached list of files."""
     with contextlib.suppress(OSError):
-        probe = directory / f"probe_{os.uname().nodename}_{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        if directory:
+            probe = directory / f"probe_{os.uname().nodename}_{os.getpid()}"
+            probe.touch()
+            probe.unlink()
 
 
-def _file_name(task: Task) -> str:
-    return f"{task.type}_{task.index}"
+def _file_name(task: Task | str) -> str:
+    return str(task).replace(":", "_")
 
 
 def _terminate_step() -> None:

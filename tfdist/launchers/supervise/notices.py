@@ -123,10 +123,10 @@ def check_none_ended(tasks: Collection[str]) -> Callable[[], None]:
         ended = {line.removeprefix(ENDED) for line in reader.new_lines() if line.startswith(ENDED)} & {*tasks}
         if not ended and time.monotonic() >= slurm_secs:
             ended, slurm_secs = slurm_exits.ended_well(tasks), time.monotonic() + _SLURM_SECS
-        for task in sorted(ended):
+        if ended:
             raise RuntimeError(
-                f"{task} has ended with code 0 and has not joined the cluster; every task must build the strategy: "
-                "remove the `if` around it"
+                f"{min(ended)} has ended with code 0 and has not joined the cluster; every task must build the "
+                "strategy: remove the `if` around it"
             )
 
     return check
