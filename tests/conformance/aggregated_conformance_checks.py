@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import own_models
 import pytest
 from cases import LOOPS, TRANSFORMS
 from conformance import Conformance, Numbers, pytest_generate_tests  # noqa: F401
@@ -54,7 +55,7 @@ class TestAggregated(Conformance):
     logs_within = 0.1
 
     def test_own_pipelines_of_uneven_parts_count_by_their_examples(self, strategy: Any) -> None:
-        assert_close(*with_uneven_pipelines(strategy))
+        assert_close(*with_uneven_pipelines(strategy, own_models.one_number))
 
 
 class TestLoopsBesideAPolicy(Numbers):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import multi_worker_cluster
+import own_models
 import pytest
 from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
 from cases import LOOPS
@@ -89,7 +90,7 @@ class TestBackupWorkers(Workers):
     def test_own_pipelines_of_uneven_parts_count_by_their_examples(
         self, strategy: tfdist.MultiWorkerMirroredStrategy
     ) -> None:
-        assert_close(*with_uneven_pipelines(strategy))
+        assert_close(*with_uneven_pipelines(strategy, own_models.one_number))
 
 
 class TestParameterAveraging(AveragingEveryStep, Workers):

@@ -178,7 +178,7 @@ def test_every_replica_may_have_a_pipeline_of_its_own(strategy):
 
 
 def test_own_pipelines_of_uneven_parts_count_by_their_examples(strategy):
-    assert_close(*with_uneven_pipelines(strategy))
+    assert_close(*with_uneven_pipelines(strategy, own_models.one_number))
 
 
 # With spares.
