@@ -13,6 +13,7 @@ from absl import flags
 
 import tfdist
 from tfdist import cli
+from tfdist.launchers import command_line
 
 
 def test_help(capsys):
@@ -106,17 +107,17 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         (["-n", "2"], "--num_workers=2"),
         (["-n2"], "--num_workers=2"),
         (["-np", "2"], "--num_workers=2"),
-        (["--num_processes", "2"], "--num_workers=2"),
-        (["--nproc_per_node=2"], "--num_workers=2"),
-        (["--nproc-per-node=gpu"], "--num_workers"),
-        (["--nnodes=1:2"], "--num_workers"),
-        (["--num-workers=2"], "--num_workers=2"),
+        (["--num-processes", "2"], "--num_workers=2"),
+        (["--nproc_per_node=gpu"], "--num_workers"),
+        (["--nnodes=2"], "--num_workers"),
         (["--num_wokers=2"], "--num_workers=2"),
         (["--ps=1"], "--num_ps=1"),
     ],
 )
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes"])
 def test_names_of_other_launchers_bring_ours(platform, written, meant, capsys):
+    if platform == "slurm" and written[0].startswith("--nproc"):
+        meant = "--tasks_per_node"
     assert cli.main(["launch", platform, *written, "setup.py"]) == 2
     name = written[0].partition("=")[0]
     expected = f"tfdist: unknown flag {name}; did you mean {meant}? (see tfdist launch {platform} --help)\n"
@@ -124,21 +125,51 @@ def test_names_of_other_launchers_bring_ours(platform, written, meant, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "words"),
     [
-        (["launch", "ssh", "-H", "a:2,b"], "unknown flag -H; did you mean --hosts=a:2,b?"),
+        ("launch local --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --num_workers=2?"),
+        ("launch ssh --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --num_workers?"),
+        ("launch ssh -H a:2,b", "unknown flag -H; did you mean --hosts=a:2,b?"),
+        ("launch ssh -p2222", "unknown flag -p2222; for an option of ssh, write --ssh=-p2222"),
+        ("launch slurm --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --tasks_per_node=2?"),
+        ("launch slurm --gres gpu:2", "unknown flag --gres; for an option of Slurm, write --sbatch=--gres=gpu:2"),
+        ("launch slurm --exclusive", "unknown flag --exclusive; for an option of Slurm, write --sbatch=--exclusive"),
         (
-            ["launch", "local", "--rdzv_endpoint=a:1"],
-            "unknown flag --rdzv_endpoint; leave it away, because tasks learn",
+            "launch slurm --container-image=i",
+            "unknown flag --container-image; for an option of Slurm, write --sbatch=--",
         ),
-        (["simulate", "--num_workers=4"], "unknown flag --num_workers; did you mean --workers=4?"),
-        (["watch", "logs", "--window_sec=4"], "unknown flag --window_sec; did you mean --window_secs=4?"),
-        (["advise", "a.json", "--zzz=4"], "unknown flag --zzz (see tfdist advise --help)"),
+        ("launch slurm -p gpu", "unknown flag -p; did you mean --partition=gpu?"),
+        ("launch slurm --gpus=8", "unknown flag --gpus; did you mean --gpus_per_node?"),
+        ("launch slurm --min_workers=1", "unknown flag --min_workers; tfdist launch local and ssh alone have it"),
+        ("launch local --rdzv_endpoint=a:1", "unknown flag --rdzv_endpoint; leave it away, because tasks learn"),
+        ("launch local --task_logs", "the flag --task_logs has no value; write --task_logs=VALUE"),
+        ("launch local --num-ps --num-workers=2", "the flag --num_ps has no value; write --num_ps=VALUE"),
+        ("simulate --num_workers=4", "unknown flag --num_workers; did you mean --workers=4?"),
+        ("watch logs --window_sec=4", "unknown flag --window_sec; did you mean --window_secs=4?"),
+        ("advise a.json --zzz=4", "unknown flag --zzz (see tfdist advise --help)"),
     ],
 )
-def test_unknown_flags_of_any_command_bring_those_that_were_meant(arguments, words, capsys):
-    assert cli.main(arguments) == 2
+def test_wrong_flag_brings_the_one_that_does_what_was_meant(command, words, capsys):
+    script = ["setup.py"] if command.startswith("launch") else []
+    assert cli.main([*command.split(), *script]) == 2
     assert capsys.readouterr().err.startswith(f"tfdist: {words}")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_flag_with_dashes_is_the_one_with_underscores(command):
+    """Of each flag of each command, whose arguments may stand before the flags where there is no script."""
+    is_anywhere = command[0] in ("advise", "watch", "trace")
+    module = importlib.import_module((cli.COMMANDS | cli.LAUNCHERS)[command[-1]])
+    defined = _flags_of(command)
+    for name in [each for each in defined if len(each) > 1]:
+        flag = defined[name]
+        text = "7" if flag.default is None else flag.default_as_str.strip("'") or "a=b"
+        text = flag.parser.enum_values[0] if isinstance(flag.parser, flags.EnumParser) else text
+        dashed = f"--{name.replace('_', '-')}"
+        written = [f"--no-{dashed[2:]}"] if flag.boolean else [dashed, text]
+        values, rest = command_line.parse(module.define_flags, [*written, "a.json"], is_anywhere)
+        assert rest == ["a.json"]
+        assert values[name].present
 
 
 def test_a_flag_behind_the_script_is_noted_unless_the_script_names_it(tmp_path, capsys):

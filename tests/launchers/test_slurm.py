@@ -3,13 +3,14 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
 import fake_slurm
 import pytest
 
-from tfdist.launchers import requests
+from tfdist.launchers import command_line, requests
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm import launcher as slurm
 
@@ -281,6 +282,7 @@ def test_failures_that_squeue_does_not_tell_are_not_taken_for_none(launch, tmp_p
     """Else the job would be queued again for ever, and its comment be overwritten."""
     text = f"""
 import pathlib
+import re
 if os.environ["TFDIST_ATTEMPT"] == "{fails_in}":
     pathlib.Path({str(tmp_path / "slurm" / "squeue_fails")!r}).touch()
 sys.exit(3)
@@ -337,3 +339,24 @@ def test_a_dry_run_is_the_script(tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "#SBATCH --ntasks=3\n" in text
     assert text.endswith(" -- train.py --x\n")
+
+
+@pytest.mark.parametrize(
+    ("output", "made", "words"),
+    [
+        ("--output=logs/a/%j.out", "logs/a", ""),
+        ("--sbatch=--output=logs/b/%j.out", "logs/b", ""),
+        ("--output=%j/out", "", "--output has a folder with a %, and Slurm creates none"),
+        ("--output=file/out", "", "--output has a folder that can't be created: File exists"),
+    ],
+)
+def test_folder_of_output_is_made_or_refused(output, made, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    job = slurm.job_from_flags(command_line.parse(slurm.define_flags, [output])[0], ["train.py"])
+    if words:
+        with pytest.raises(requests.LaunchError, match=re.escape(words)):
+            slurm.make_output_folder(job)
+    else:
+        slurm.make_output_folder(job)
+        assert (tmp_path / made).is_dir()

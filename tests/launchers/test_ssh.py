@@ -152,6 +152,28 @@ def test_places_and_ports():
 
 
 @pytest.mark.parametrize(
+    ("options", "tasks", "unused"),
+    [
+        ([], ["worker:0", "worker:1", "worker:2", "worker:3"], None),
+        (["--num-ps=1"], ["chief:0", "worker:0", "worker:1", "ps:0"], None),
+        (["--num_workers=1"], ["worker:0"], "1 of a, 2 of me@b"),
+        (["--num_workers=3"], ["worker:0", "worker:1", "worker:2"], "1 of me@b"),
+    ],
+)
+@pytest.mark.parametrize("is_file", [True, False])
+def test_workers_fill_all_slots_unless_their_number_is_given(options, tasks, unused, is_file, tmp_path, capsys):
+    hosts, path = "--hosts=a:2,me@b:2", tmp_path / "hosts"
+    if is_file:
+        path.write_text("a slots=2\nme@b slots=2\n")
+        hosts = f"--hostfile={path}"
+    assert ssh.main([hosts, *options, "--dry_run", "train.py"]) == 0
+    shown = capsys.readouterr()
+    assert [line[2:] for line in shown.out.splitlines() if line.startswith("# ")] == tasks
+    line = f"tfdist: slots that no task takes: {unused}; leave --num_workers away to use all\n"
+    assert shown.err == (line if unused else "")
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"command": ()}, "there is no script to run"),
@@ -305,7 +327,7 @@ print(os.environ["FAKE_HOST"], *workers)
         (["--hosts=silent", "--num_workers=1", "--preflight_secs=0.5"], "silent did not answer within 0.5 s"),
         ([], "say where to run by one of --hosts=a,b and --hostfile=FILE. Received: neither"),
         (["--hostfile=nope"], "--hostfile can't be read: No such file or directory. Received: 'nope'"),
-        (["--hosts=alpha"], "the hosts have too few slots for 2 tasks"),
+        (["--hosts=alpha", "--num_workers=2"], "the hosts have too few slots for 2 tasks"),
     ],
 )
 def test_what_can_not_work_is_one_line_that_names_the_host(launch, flags, words):

@@ -161,7 +161,7 @@ def test_a_measured_network_is_taken_from_a_file(tmp_path, capsys):
         (["--price-per-hour=3"], "--price-per-hour needs --examples"),
         (["--price_per_hour=-3"], "price_per_hour"),
         (["--examples=inf"], "--examples must be a finite number"),
-        (["--no-such-flag=1"], "unknown flag --no_such_flag"),
+        (["--no-such-flag=1"], "unknown flag --no-such-flag"),
         (["another.json"], "give one profile"),
     ],
 )

@@ -15,15 +15,32 @@ from tfdist import _log
 
 # Names of one flag in several commands, ours first, then those of torchrun, horovodrun, accelerate, mpirun and Slurm.
 _SYNONYMS = (
+    ("tasks_per_node", "ntasks_per_node", "nproc_per_node"),
     ("num_workers", "workers", "num_processes", "nproc_per_node", "num_proc", "nproc", "nprocs", "np", "n"),
     ("num_workers", "workers", "ntasks", "num_tasks", "world_size", "nnodes", "nodes", "num_machines", "N"),
     ("num_ps", "ps", "servers", "num_servers", "parameter_servers"),
     ("hosts", "host", "H", "machines"),
     ("hostfile", "machinefile"),
-    ("gpus_per_worker", "gpus", "num_gpus", "gpus_per_node", "gpus_per_task"),
+    ("gpus_per_worker", "gpus_per_task", "gpus", "num_gpus", "gpus_per_node"),
+    ("gpus_per_node", "gpus_per_worker"),
     ("env", "x", "genv"),
     ("task_logs", "log_dir", "logdir", "redirects"),
+    # Short options of sbatch.
+    ("partition", "p"),
+    ("account", "A"),
+    ("qos", "q"),
+    ("time", "t"),
+    ("constraint", "C"),
+    ("output", "o"),
+    ("name", "job_name", "J"),
+    ("cpus_per_task", "c"),
+    ("directory", "chdir", "D"),
 )
+# Names that count something else than the flag that is meant, so that the number must not be copied.
+_OTHER_UNIT = ("nnodes", "nodes", "num_machines", "N", "gpus", "num_gpus", "gpus_per_node", "gpus_per_worker")
+# Flags that only launchers have which supervise the tasks themselves.
+_SUPERVISING = ("min_workers", "max_worker_restarts", "restart_backoff_secs", "run", "tee", "task_logs")
+_LEAST_LIKENESS = 0.88
 _RENDEZVOUS = re.compile(r"rdzv_\w+|master_\w+|main_process_\w+|node_rank|machine_rank|standalone")
 
 
@@ -68,53 +85,94 @@ def submit_or_show(values: flags.FlagValues, request: object, submit: Callable[[
     return 0
 
 
-def parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
-    """Parses the launcher's flags, which end where the script, or "-m MODULE", begins.
+def parse(
+    define: Callable[[flags.FlagValues], None], arguments: Sequence[str], is_anywhere: bool = False
+) -> tuple[flags.FlagValues, list[str]]:
+    """Parses a command's flags, which end where a script, or "-m MODULE", begins.
 
     Args:
       define: defines the flags, apart from the program's global flags, which belong to the script.
-      arguments: arguments after the platform's name.
+      arguments: arguments after the command's name.
+      is_anywhere: True for a command without a script, whose flags may stand behind its arguments.
 
     Returns:
-      The flags, and the script (or "-m" and a module) with its arguments.
+      The flags, and the arguments that are no flags: the script (or "-m" and a module) with its own arguments.
 
     Raises:
       FlagError: an unknown flag, or a value that can't be parsed.
     """
-    if "-m" in arguments:
+    if "-m" in arguments and not is_anywhere:
         before = list(arguments[: arguments.index("-m")])
         values, script = _parse(define, before)
         # After a script, or "--", this "-m" belongs to the script.
         if not script and "--" not in before:
             return values, list(arguments[len(before) :])
-    return _parse(define, arguments)
+    return _parse(define, arguments, is_anywhere)
 
 
-def _parse(define: Callable[[flags.FlagValues], None], arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+def _parse(
+    define: Callable[[flags.FlagValues], None], arguments: Sequence[str], is_anywhere: bool = False
+) -> tuple[flags.FlagValues, list[str]]:
     values = flags.FlagValues()
-    values.set_gnu_getopt(False)  # By default, absl also parses the arguments after the script's name.
+    values.set_gnu_getopt(is_anywhere)  # By default, absl also parses the arguments after the script's name.
     flags.DEFINE_boolean("help", False, "print this help", short_name="h", flag_values=values)
     define(values)
-    return values, fill(values, arguments)
+    return values, _fill(values, arguments)
 
 
-def fill(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
+def _fill(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
     """Gives the flags their values, and returns the arguments that are no flags.
+
+    Dashes in the name of a flag are the same as underscores.
 
     Raises:
       FlagError: an unknown flag, or a value that can't be parsed.
     """
     try:
-        return values(["tfdist", *arguments])[1:]
+        arguments = values.read_flags_from_files(list(arguments), force_gnu=False)
+        return values(["tfdist", *_underscored(values, arguments)])[1:]
     except flags.UnrecognizedFlagError as error:
         raise FlagError(_unknown(error.flagname, values, arguments)) from None
     except flags.IllegalFlagValueError as error:
         raise FlagError(_illegal(str(error), values)) from None
     except flags.Error as error:
-        text = str(error).removeprefix("ERROR:: ").rstrip(".")
-        if missing := re.fullmatch(r"Missing value for flag -+(\w+)", text):
-            text = f"the flag --{missing[1]} has no value; write --{missing[1]}=VALUE"
-        raise FlagError(text) from None
+        raise FlagError(str(error).removeprefix("ERROR:: ").rstrip(".")) from None
+
+
+def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with the names of flags as they are defined: --num-workers=2 is --num_workers=2.
+
+    Raises:
+      FlagError: a flag has no value, where absl would take the script or the next flag for it.
+    """
+    found: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--" or not (argument.startswith("-") or values.is_gnu_getopt()):
+            return [*found, argument, *rest]
+        name, equals, value = _name_in(values, argument)
+        if name is None:
+            found.append(argument)
+            continue
+        found.append(f"--{name}{equals}{value}")
+        if name in values and not equals and not values[name].boolean:
+            following = next(rest, None)
+            if following is None or following.endswith(".py") or _name_in(values, following)[0]:
+                raise FlagError(f"the flag --{name} has no value; write --{name}=VALUE")
+            found.append(following)
+    return found
+
+
+def _name_in(values: flags.FlagValues, argument: str) -> tuple[str | None, str, str]:
+    """Returns the defined name of the flag in an argument, "=" and the value; None if there is no such flag."""
+    head, equals, value = argument.partition("=")
+    name = head.lstrip("-").replace("-", "_")
+    names = (name, "no" + name.removeprefix("no_") if name.startswith("no_") else name)
+    for each in names if head.startswith("-") else ():
+        positive = each.removeprefix("no")
+        if each in values or (each != positive and positive in values and values[positive].boolean):
+            return each, equals, value
+    return None, equals, value
 
 
 def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> str:
@@ -125,12 +183,20 @@ def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> s
     name = name.replace("-", "_")
     if _RENDEZVOUS.fullmatch(name):
         return f"unknown flag {written}; leave it away, because tasks learn from the launcher where they meet"
-    meant = name if name in values else _counterpart(name, values)
-    if not meant:
-        return f"unknown flag {written}"
-    if values[meant].flag_type() == "int" and not value.isdecimal():
-        value = ""
-    return f"unknown flag {written}; did you mean --{meant}{value and f'={value}'}?"
+    if meant := _counterpart(name, values):
+        # Tasks of each host, where there are several hosts, are not all workers.
+        is_other = name in _OTHER_UNIT or (name == "nproc_per_node" and meant == "num_workers" and "port" in values)
+        if is_other or (values[meant].flag_type() == "int" and not value.isdecimal()):
+            value = ""
+        return f"unknown flag {written}; did you mean --{meant}{value and f'={value}'}?"
+    if name in _SUPERVISING:
+        return f"unknown flag {written}; tfdist launch local and ssh alone have it"
+    option = f"--{name.replace('_', '-')}{value and '='}" if len(name) > 1 else f"-{name}"
+    if "sbatch" in values:
+        return f"unknown flag {written}; for an option of Slurm, write --sbatch={option}{value}"
+    if "ssh" in values and len(name) == 1:
+        return f"unknown flag {written}; for an option of ssh, write --ssh={option}{value}"
+    return f"unknown flag {written}"
 
 
 def _as_written(name: str, arguments: Sequence[str]) -> tuple[str, str]:
@@ -139,7 +205,8 @@ def _as_written(name: str, arguments: Sequence[str]) -> tuple[str, str]:
         head, equals, value = argument.partition("=")
         if head.startswith("-") and head.lstrip("-") == name:
             following = arguments[index + 1 : index + 2]
-            return head, value if equals else "".join(each for each in following if not each.startswith("-"))
+            following = [each for each in following if not each.startswith("-") and not each.endswith(".py")]
+            return head, value if equals else "".join(following)
     return f"--{name}", ""  # Of a flagfile.
 
 
@@ -148,7 +215,7 @@ def _counterpart(name: str, values: flags.FlagValues) -> str:
         if name in group and (known := next((each for each in group if each in values), "")):
             return known
     names = [each for each in values if len(each) > 1]
-    return "".join(difflib.get_close_matches(name, names, 1, 0.75))
+    return "".join(difflib.get_close_matches(name, names, 1, _LEAST_LIKENESS))
 
 
 def _illegal(text: str, values: flags.FlagValues) -> str:

@@ -159,9 +159,10 @@ class Shape:
         return Shape(values.num_workers, values.num_ps, values.chief, values.evaluator)
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags for the number of tasks."""
-    flags.DEFINE_integer("num_workers", 2, "workers to start", flag_values=values)
+def define_flags(values: flags.FlagValues, num_workers: int | None = 2) -> None:
+    """Defines the flags for the number of tasks; without a default, workers fill the slots of the hosts."""
+    text = "workers to start" if num_workers else "workers to start; by default as many as the hosts have slots for"
+    flags.DEFINE_integer("num_workers", num_workers, text, flag_values=values)
     flags.DEFINE_integer("num_ps", 0, "parameter servers to start; with any, also a chief", flag_values=values)
     flags.DEFINE_boolean(
         "chief", None, "start a chief beside the workers (as parameter servers need)", flag_values=values

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
       FlagError: a flag is unknown or its value can't be parsed.
       LaunchError: the profile, or a value, is invalid.
     """
-    values, rest = command_line.parse(define_flags, _flags_first(_underscored(arguments)))
+    values, rest = command_line.parse(define_flags, arguments, is_anywhere=True)
     if values.help:
         sys.stdout.write(_USAGE + command_line.describe(values))
         return 0
@@ -97,33 +97,6 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_boolean("all", False, "show slow candidates, too; --json has them always", flag_values=values)
     text("json", None, "file for the rows and the recommendation, for programs", flag_values=values)
     text("plot", None, "file for a plot of throughput against workers", flag_values=values)
-
-
-def _underscored(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with the names of flags as absl has them: --price-per-hour=3 is --price_per_hour=3."""
-    found = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        found.append((name[:2] + name[2:].replace("-", "_") if name.startswith("--") else name) + equals + value)
-    return found
-
-
-def _flags_first(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with PROFILE at the end, where users may write flags behind it."""
-    names = flags.FlagValues()
-    define_flags(names)
-    found, others = [], []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument.startswith("-") and argument != "--":
-            found.append(argument)
-            name = argument.lstrip("-")
-            has_value = "=" in argument or name not in names or names[name].boolean
-            if not has_value and (value := next(rest, None)) is not None:
-                found.append(value)
-        elif argument != "--":
-            others.append(argument)
-    return found + others
 
 
 def _advise(values: flags.FlagValues, path: str) -> int:

@@ -47,11 +47,7 @@ def parse(
       FlagError: a flag is unknown or its value can't be parsed.
       LaunchError: there is no directory, or more than one.
     """
-    values = flags.FlagValues()
-    values.set_gnu_getopt(True)
-    flags.DEFINE_boolean("help", False, "print this help", short_name="h", flag_values=values)
-    define(values)
-    rest = command_line.fill(values, arguments)
+    values, rest = command_line.parse(define, arguments, is_anywhere=True)
     if values.help:
         return values, ""
     if len(rest) != 1 or not rest[0]:

@@ -39,6 +39,7 @@ share the directory from which this is called, and have tfdist in the same place
 flags (also from a file, with --flagfile=FILE):
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_OUTPUT = re.compile(r"(?:--output[= ]|-o ?)(.*)")
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]+", re.ASCII)
 # Beginnings of sbatch options that only hosts with GPUs get.
 _GPU_OPTIONS = ("--gpu", "--gres", "--tres")
@@ -226,6 +227,29 @@ exec {lines}
 """
 
 
+def make_output_folder(job: SlurmJob) -> None:
+    """Creates the folder of --output. Slurm creates none: the job would run, and lose all of its output.
+
+    Raises:
+      LaunchError: the folder can't be created, or its name depends on the job.
+    """
+    output = job.options.get("output", "")
+    for option in job.extra:
+        if matched := _OUTPUT.fullmatch(option):
+            output = matched[1]
+    folder = pathlib.Path(job.directory, output).parent
+    if "%" in str(folder):
+        raise LaunchError(
+            f"--output has a folder with a %, and Slurm creates none; use one that exists. Received: {output!r}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"--output has a folder that can't be created: {error.strerror}. Received: {output!r}"
+        ) from None
+
+
 def submit(request: SlurmRequest) -> int:
     """Passes the script to sbatch and prints the job's id.
 
@@ -328,4 +352,9 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     slurm_job.check_limit(values.time, values.sbatch, os.environ, job.pre_kill_secs)
     check_command(job.command)
     request = plan(job)
-    return command_line.submit_or_show(values, request, lambda: submit(request))
+
+    def start() -> int:
+        make_output_folder(job)
+        return submit(request)
+
+    return command_line.submit_or_show(values, request, start)

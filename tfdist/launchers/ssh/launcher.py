@@ -41,8 +41,8 @@ Starts SCRIPT as every task of a cluster on these hosts, and stays until the job
 passed to it. SCRIPT is looked for on each host, which needs the same Python and tfdist, and an ssh login without a
 password.
 
-  tfdist launch ssh --hosts=a,b,c,d --num_workers=4 train.py --epochs=5     for MultiWorkerMirroredStrategy
-  tfdist launch ssh --hostfile=hosts --num_workers=3 --num_ps=1 train.py    for ParameterServerStrategy
+  tfdist launch ssh --hosts=a:2,b:2 train.py --epochs=5     four workers, for MultiWorkerMirroredStrategy
+  tfdist launch ssh --hostfile=hosts --num_ps=1 train.py    for ParameterServerStrategy: a chief is added
 
 flags (also from a file, with --flagfile=FILE):
 """
@@ -106,6 +106,13 @@ class SshJob:
         """Host of each task, and the index of its slot there."""
         free = [(host, slot) for host in self.hosts for slot in range(host.slots)]
         return dict(zip(self.shape.placed, free, strict=False))
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """Number of slots that no task takes, by host."""
+        used = [host for host, _ in self.places.values()]
+        left = {host.login: host.slots - used.count(host) for host in self.hosts}
+        return {login: slots for login, slots in left.items() if slots}
 
     @property
     def data_service_port(self) -> int:
@@ -188,7 +195,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
     flags.DEFINE_string("hosts", "", "hosts, such as a,user@b:2", flag_values=values)
     flags.DEFINE_string("hostfile", "", 'file with lines such as "host slots=2"', flag_values=values)
-    shape.define_flags(values)
+    shape.define_flags(values, num_workers=None)
     flags.DEFINE_string("directory", "", "working directory; the current one by default", flag_values=values)
     flags.DEFINE_string("python", sys.executable, "interpreter on the hosts", flag_values=values)
     flags.DEFINE_integer("port", 2222, "first port of each host; its tasks count up from there", flag_values=values)
@@ -210,6 +217,9 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
         received = "both" if values.hosts else "neither"
         raise LaunchError(f"say where to run by one of --hosts=a,b and --hostfile=FILE. Received: {received}")
     hosts = hosts_from_flag(values.hosts) if values.hosts else read_hostfile(values.hostfile)
+    if values.num_workers is None:
+        values.num_workers = 1
+        values.num_workers = max(1, sum(host.slots for host in hosts) - len(Shape.from_flags(values).tasks) + 1)
     return SshJob(
         tuple(command),
         tuple(hosts),
@@ -235,6 +245,9 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     shape.check_duration("preflight_secs", values.preflight_secs)
     logs = local.logs_from_flags(values)
     request = plan(job)
+    if unused := job.unused:
+        names = ", ".join(f"{slots} of {login}" for login, slots in unused.items())
+        _log.say(f"slots that no task takes: {names}; leave --num_workers away to use all")
 
     def start() -> int:
         for warning in preflight(job, values.preflight_secs) if values.preflight_secs else []:
