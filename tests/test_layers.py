@@ -23,21 +23,33 @@ MODULES = sorted((ROOT / "tfdist").rglob("*.py"))
 
 # Which parts of tfdist each part may import. A new part gets a line here, and the arrow must point one way. Lower parts
 # come first. An import for type checkers counts: an arrow is an arrow.
-_STEPS = {"_log", "compat", "coordination", "model_parallel", "passes", "policies", "step", "transforms", "transport"}
+_STEPS = {
+    "_forks",
+    "_log",
+    "compat",
+    "coordination",
+    "model_parallel",
+    "passes",
+    "policies",
+    "step",
+    "transforms",
+    "transport",
+}
 _ENGINES = {*_STEPS, "engines.base"}
 # Parameter servers have three engines, each made of the one before it.
 _SERVERS = {*_ENGINES, "compression", "engines.transfer", "tables"}
 ARROWS: dict[str, set[str]] = {
     "_checks": set(),
     "_files": set(),
+    "_forks": set(),
     "_log": set(),
     "_machine": set(),
-    "_sockets": set(),
+    "_sockets": {"_forks"},
     "cluster": {"_sockets"},
     "policies": set(),
-    "coordination": {"_log", "_sockets", "cluster", "policies"},
-    "compat": {"_log"},
-    "transport": {"_log", "_machine", "compat", "launchers"},
+    "coordination": {"_forks", "_log", "_sockets", "cluster", "policies"},
+    "compat": {"_forks", "_log"},
+    "transport": {"_forks", "_log", "_machine", "compat", "launchers"},
     # Codecs know neither strategies nor engines.
     "compression": {"_log", "compat"},
     "passes": {"compat"},
@@ -76,10 +88,20 @@ ARROWS: dict[str, set[str]] = {
     "engines.asynchronous": {*_SERVERS, "engines.step_queue", "engines.worker_function"},
     "engines.rounds": {*_SERVERS, "engines.asynchronous", "engines.scope_checks"},
     "engines.streams": {*_SERVERS, "engines.rounds"},
-    "telemetry.update_log": {"_files", "policies"},
-    "telemetry": {"_log", "cluster", "compat", "coordination", "passes", "policies", "telemetry.update_log"},
+    "telemetry.update_log": {"_files", "_forks", "policies"},
+    "telemetry": {"_forks", "_log", "cluster", "compat", "coordination", "passes", "policies", "telemetry.update_log"},
     "launchers": {"__init__", "_log", "_sockets", "cluster"},
-    "serving": {"_log", "_machine", "_sockets", "cluster", "compat", "compression", "coordination", "launchers"},
+    "serving": {
+        "_forks",
+        "_log",
+        "_machine",
+        "_sockets",
+        "cluster",
+        "compat",
+        "compression",
+        "coordination",
+        "launchers",
+    },
     "strategies": {
         *_STEPS,
         "_machine",
@@ -114,6 +136,7 @@ ARROWS: dict[str, set[str]] = {
         "policies",
     },
     "testing": {
+        "_forks",
         "__init__",
         "cluster",
         "coordination",

@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar
 
+from tfdist import _forks
+
 T = TypeVar("T")
 # Yields each line to send, and receives the peer's next line. When it returns, the peer closes the connection first.
 Conversation = Generator[bytes, bytes, None]
@@ -172,7 +174,7 @@ def _bind_everywhere(port: int) -> socket.socket:
 
 
 def _bind(family: socket.AddressFamily, port: int) -> socket.socket:
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound = _forks.keep(socket.socket(family, socket.SOCK_STREAM))
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -420,7 +422,7 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
 
 def _listen_at(family: int, ip: str, port: int) -> socket.socket | None:
     try:
-        return socket.create_server((ip, port), family=family, backlog=BACKLOG)
+        return _forks.keep(socket.create_server((ip, port), family=family, backlog=BACKLOG))
     except OSError as error:
         if error.errno in NO_SUCH_ADDRESS:
             return None

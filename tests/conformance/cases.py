@@ -382,6 +382,37 @@ def _not_dense(strategy: Any, kind: str) -> Any:
     return model.get_weights(), history
 
 
+_ragged = lambda p: tf.RaggedTensor.from_row_lengths(p[:, 0], tf.ones_like(p[:, 0], tf.int32))  # noqa: E731
+
+
+@_case("predictions of other dtypes")
+def _predictions(strategy: Any) -> list[Any]:
+    """Dtypes that TensorFlow's collectives do not take, strings of several lengths, and ragged tensors."""
+    kinds: dict[str, Callable[[Any], Any]] = {
+        **{kind: functools.partial(tf.cast, dtype=kind) for kind in ("bool", "uint8", "bfloat16", "complex128")},
+        "uint64": lambda p: tf.cast(p * 1e6, "uint64") * (1 << 40),
+        "strings": lambda p: tf.strings.as_string(tf.cast(p**4, tf.int32)),
+        "ragged": _ragged,
+        "ragged strings": lambda p: tf.strings.as_string(_ragged(p)),
+    }
+
+    class Converting(keras.Model):
+        def call(self, x):
+            return 30 * x
+
+        def predict_step(self, data):
+            return {kind: convert(self(data)) for kind, convert in kinds.items()}
+
+    with strategy.scope():
+        model = Converting()
+        model.compile()
+    found = model.predict(X[:9], batch_size=batch_size(4), verbose=0)
+    found = {kind: each.to_tensor() if kind.startswith("ragged") else each for kind, each in found.items()}
+    assert [str(found[kind].dtype) for kind in kinds][:5] == [*kinds][:5]
+    numbers = {kind: np.asarray(each) for kind, each in found.items()}
+    return [np.abs(each.astype("complex128" if kind == "complex128" else "float64")) for kind, each in numbers.items()]
+
+
 @_case("interrupted and resumed")
 def _resumed(strategy: Any, directory: pathlib.Path) -> Any:
     """Numbers of the epochs after the interruption, which is between two checkpoints within an epoch."""

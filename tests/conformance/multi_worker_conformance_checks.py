@@ -63,7 +63,7 @@ class TestMultiWorker(Workers):
         *("loss scale", "embedding, clipnorm", "ragged", "single batches", "transforms, clip rows after the sum"),
         *("metric that shows its variable", "parts of two sizes, unknown", "no batches"),
         "own functions, step decorated",
-        "fewer examples than replicas, eagerly",
+        *("fewer examples than replicas, eagerly", "predictions of other dtypes"),
     }
 
 

@@ -29,7 +29,7 @@ class TestMirrored(Conformance):
         *("loss one per example, one over", "penalties, sum_over_batch_size, one example left"),
         # Workers, and replicas that span devices, have these.
         *("interrupted and resumed", "transforms, identity, rows"),
-        *("fewer examples than replicas, eagerly", "parts of two sizes, unknown"),
+        *("fewer examples than replicas, eagerly", "parts of two sizes, unknown", "predictions of other dtypes"),
     }
     # "single batches" are a case.
     slow_tests = frozenset({"test_steps_on_single_batches"})

@@ -10,14 +10,11 @@ import stat
 import subprocess
 import sys
 import textwrap
-from unittest import mock
 
 import pytest
-import tensorflow as tf
 
 from tfdist import Cluster, Task, _log
 from tfdist.cluster import JOB_SECRET_VARIABLE
-from tfdist.serving import embedded
 from tfdist.serving import task as serving_task
 
 CLUSTER = Cluster({"chief": {0: "a:1"}, "worker": {0: "b:1"}, "ps": {0: "c:1"}}, Task("worker", 0))
@@ -56,17 +53,6 @@ def test_a_name_that_can_not_be_guessed_leaves_no_folder(folder: pathlib.Path, m
     (folder / "done").write_text("by the chief of an earlier attempt")
     serving_task.prepare(folder)
     assert not folder.exists()
-
-
-def test_forked_copy_of_the_chief_leaves_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    attachment, written = embedded.Attachment(CLUSTER.with_task(Task("chief", 0)), None, None), list[str]()
-    monkeypatch.setattr(tf.io, "write_file", lambda name, text: written.append(name))
-    monkeypatch.delattr(sys, "last_value", raising=False)
-    with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
-        attachment.finish()
-    assert written == []
-    attachment.finish()
-    assert len(written) == len(["worker:0", "ps:0"])
 
 
 def a_link(folder: pathlib.Path) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
 import pathlib
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +48,18 @@ def compiled(strategy: Any, make: Callable[[], keras.Model] = dense_model, optim
 def normalized() -> keras.Model:
     hidden = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
     return keras.Sequential([keras.Input((3,)), *hidden, keras.layers.Dense(1)])
+
+
+def test_fork_of_a_worker_ends_on_sigterm(strategy: Any) -> None:
+    """TensorFlow's runtime handles the signal here; a pool that ends its processes would wait for ever."""
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    try:
+        process.terminate()
+        process.join(30)
+        assert process.exitcode == -signal.SIGTERM
+    finally:
+        process.kill()
 
 
 # Data.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tfdist import _forks
 from tfdist.coordination import quorum_server
 from tfdist.coordination import quorum_server as wire
 from tfdist.coordination.quorum_server import Act, Doing, Kind, ProtocolError, Verdict, WorkerReport
@@ -189,7 +190,7 @@ class QuorumClient:
 
     def _connect_once(self, address: tuple[str, int], secret: bytes) -> tuple[socket.socket, wire.Frames]:
         try:
-            connection = socket.create_connection(address, _CONNECT_SECS)
+            connection = _forks.keep(socket.create_connection(address, _CONNECT_SECS))
         except OSError as error:
             raise ConnectionError(f"{self._server} can't be reached: {error.strerror or error}") from error
         try:

@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from tfdist import _log, _sockets
+from tfdist import _forks, _log, _sockets
 from tfdist.policies.base import Aggregation, Update
 
 # Wire format between a worker and the quorum server. Pure functions: no sockets, no TensorFlow.
@@ -335,7 +335,7 @@ class QuorumServer:
         self._clock = clock
         self._say = say
         self._selector = selectors.DefaultSelector()
-        self._listener = _listen(host)
+        self._listener = _forks.keep(_listen(host))
         self._wake, self._woken = socket.socketpair()
         self._clients: dict[int, _Connection] = {}
         # Oldest first.
@@ -401,6 +401,7 @@ class QuorumServer:
     def _accept(self) -> None:
         try:
             accepted, peer = self._listener.accept()
+            _forks.keep(accepted)
         except OSError as error:
             # Any other error: the peer closed the connection before it was accepted.
             if error.errno in _sockets.NO_RESOURCES:

@@ -13,7 +13,6 @@ or a sum by an exception, TensorFlow's collectives by aborting them. A worker th
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import dataclasses
@@ -35,6 +34,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import _forks
 from tfdist.cluster import Task
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
@@ -159,7 +159,7 @@ class Agreement:
         """Starts to look after the waits of this worker, until the program ends."""
         self.reporter.start()
         self._watch.start(_IDLE_SECS_ON_GPU if has_gpus else 0.0)
-        atexit.register(self._leave)
+        _forks.at_exit(self._leave)
 
     # Exchanges.
 
@@ -787,7 +787,7 @@ def end_soon_after_exit() -> None:
 
     TensorFlow's end in a cluster of which others go on takes 10 s now and then, and they go on waiting meanwhile.
     """
-    atexit.register(_end_within, _END_SECS)
+    _forks.at_exit(_end_within, _END_SECS)
 
 
 def _end_within(secs: float) -> None:
@@ -864,7 +864,7 @@ class SharedUsage:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist shared usage", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        _forks.at_exit(self.close)
 
     def close(self) -> None:
         """Ends the thread: the service ends with the program."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import itertools
 import os
@@ -15,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist import _checks, _log
+from tfdist import _checks, _forks, _log
 from tfdist.compat.keras import calls, fit, saving
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.slurm import exits as slurm_exits
@@ -241,7 +240,7 @@ class Resume(keras.callbacks.Callback):
                 # A launcher that has seen another worker end sends the signal again, while this one is ending already.
                 signal.signal(number, signal.SIG_IGN)
             # TensorFlow's own shutdown sometimes hangs when other workers of its cluster have ended.
-            atexit.register(_exit_now)
+            _forks.at_exit(_exit_now)
         raise SystemExit(TRY_AGAIN_EXIT_CODE)
 
     # Going on.

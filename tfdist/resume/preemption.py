@@ -17,7 +17,6 @@ all workers have answered. All workers take part in each step, so all end after 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -26,6 +25,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
+
+from tfdist import _forks
 
 # Time for the other workers' answers: until a line is written, and until the chief continues without them.
 _ANSWER_SECS = 5.0
@@ -86,6 +87,7 @@ class Signals:
         self.numbers = tuple(numbers)
         self._is_wanted = is_wanted
         self._before: dict[int, Any] = {}
+        self._process = os.getpid()
         self.received: int | None = None
 
     def install(self) -> bool:
@@ -107,10 +109,10 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None and self._is_wanted():
+        if self.received is None and os.getpid() == self._process and self._is_wanted():
             self.received = number
             return
-        # The second signal, or a signal after fit, has its usual effect.
+        # The second signal, or a signal after fit, has its usual effect; so has one that a fork of the program gets.
         self.uninstall()
         os.kill(os.getpid(), number)
 
@@ -168,7 +170,7 @@ class Together(Alone):
         self._listener = threading.Thread(target=self._listen, name="tfdist preemption", daemon=True)
         self._listener.start()
         # A thread inside of TensorFlow would abort the process when Python ends.
-        atexit.register(self.close)
+        _forks.at_exit(self.close)
 
     def _request(self, step: int) -> None:
         if not self._channel.is_chief:
@@ -214,7 +216,7 @@ class Together(Alone):
 
     def close(self) -> None:
         """See `Alone.close`."""
-        atexit.unregister(self.close)
+        _forks.not_at_exit(self.close)
         self._is_closed.set()
         if threading.current_thread() is not self._listener:
             self._listener.join(_END_SECS)

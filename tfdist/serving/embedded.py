@@ -6,7 +6,6 @@ The servers themselves are in `task.py`.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _checks, _log
+from tfdist import _checks, _forks, _log
 from tfdist.cluster import (
     DATA_SERVICE_VARIABLE,
     NOTICES_VARIABLE,
@@ -133,7 +132,6 @@ class Attachment:
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
         self._marks = {task: done_mark(cluster, task) for task in servers}
         self._watched: tuple[keepalive.Keepalive, threading.Event] | None = None
-        self._process = os.getpid()
         # True if this program ends early and will be started again.
         self.is_abandoned = False
 
@@ -172,7 +170,7 @@ class Attachment:
 
     def close(self) -> None:
         """Ends an embedded cluster, the threads of `watch`, and the tf.data service. May be called again."""
-        atexit.unregister(self.finish)
+        _forks.not_at_exit(self.finish)
         if self._watched is not None:
             watched, ended = self._watched
             watched.stop()
@@ -182,12 +180,7 @@ class Attachment:
         self._data_service.close()
 
     def finish(self) -> None:
-        """Notifies every server that the chief is done. Called at exit; does nothing if the program failed.
-
-        Neither does it in a forked copy of the program.
-        """
-        if os.getpid() != self._process:
-            return
+        """Notifies every server that the chief is done. Called at exit; does nothing if the program failed."""
         if self.embedded is not None or self.is_abandoned or getattr(sys, "last_value", None) is not None:
             return
         for task, mark in self._marks.items():
@@ -236,7 +229,7 @@ def attach(
     except BaseException:
         attachment.close()
         raise
-    atexit.register(attachment.finish)
+    _forks.at_exit(attachment.finish)
     return attachment
 
 

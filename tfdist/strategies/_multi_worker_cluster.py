@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ipaddress
 import os
 import secrets
@@ -13,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _log, _machine, _sockets
+from tfdist import _forks, _log, _machine, _sockets
 from tfdist import cluster as clusters
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster
 from tfdist.compat.tensorflow import context
@@ -196,7 +195,7 @@ def connect_quorum(
         host = reachable(hosts[0], hosts, _log.say)
         server = QuorumServer(policy, names, secret.encode(), host)
         server.start()
-        atexit.register(server.close)
+        _forks.at_exit(server.close)
         return {"address": server.address, "secret": None if own else secret}
 
     opened = agreement.from_chief(start_server, "starting the quorum server")

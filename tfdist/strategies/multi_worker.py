@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import atexit
+import functools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import _machine
+from tfdist import _forks, _machine
 from tfdist import cluster as clusters
 from tfdist import transforms as gradient_transforms
 from tfdist.compat.keras import calls, saving, scope
@@ -40,6 +40,7 @@ from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
+from tfdist.transport import gathers
 from tfdist.transport.sums import Messages, WorkerSums
 
 
@@ -155,7 +156,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         of_workers = {"Compression": self._compressed} if self._compressed else None
         self.distribution.take(policies, self._quorum, self._warming, self._averaging, of_workers=of_workers)
         # Of all that is done at the end of the program the first.
-        atexit.register(self._agreements().end)
+        _forks.at_exit(self._agreements().end)
 
     # Steps of `fit` on workers of one device each, without a policy. On each worker, in one graph:
     #
@@ -286,7 +287,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreements())
         self._quorum.start()
         self.distribution.on_close += [self._quorum_server.close] if self._quorum_server else []
-        atexit.register(self.distribution.close)
+        _forks.at_exit(self.distribution.close)
         self.distribution.recorder.is_complete = True
         # Of "auto", the chief's policy alone knows.
         self.distribution.spares = lambda: self.num_replicas_in_sync - self.replicas_to_aggregate
@@ -322,6 +323,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the values of all replicas together along `axis`, as `tf.distribute.Strategy.gather` does."""
+        return gathers.gather(functools.partial(self._gather, axis), self.experimental_local_results, value)
+
+    def _gather(self, axis: int, value: Any) -> Any:
         is_plain = isinstance(value, tf.Tensor) and value.shape.rank
         if not is_plain or not tf.executing_eagerly() or not replicas.has_other_workers(self):
             return super().gather(value, axis)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import os
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _log
+from tfdist import _forks, _log
 from tfdist.compat.keras import saving
 from tfdist.coordination.usage import Usage
 from tfdist.policies.records import Contribution, Update
@@ -314,7 +313,7 @@ class EventWriters:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist telemetry", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        _forks.at_exit(self.close)
 
     def add(self, run: str, step: int, values: Values) -> None:
         """Adds an event to the file of a run; `values` is called later, in the writer's thread."""
@@ -355,7 +354,7 @@ class EventWriters:
             self._thread.join(_CLOSE_SECS)
         if self._thread.is_alive():
             self._warn(f"Telemetry: the disk of {self.directory} did not answer for {_CLOSE_SECS:g} s")
-        atexit.unregister(self.close)
+        _forks.not_at_exit(self.close)
 
     def _run(self) -> None:
         while not self._ended.wait(self._flush_secs):

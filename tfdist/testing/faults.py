@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfdist import _checks
+from tfdist import _checks, _forks
 
 # Process groups that were stopped and not continued yet.
 _stopped: set[int] = set()
@@ -46,8 +45,8 @@ def stop_task(strategy: Any, task: str) -> bool:
         return False
     # Noted before the signal is sent, so that the task is continued at exit in any case.
     _stopped.add(group)
-    atexit.unregister(_continue_all)
-    atexit.register(_continue_all)
+    _forks.not_at_exit(_continue_all)
+    _forks.at_exit(_continue_all)
     return _send(group, signal.SIGSTOP)
 
 

@@ -13,7 +13,6 @@ core is free for workers that compute. It also checks that the others live.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import importlib.util
@@ -31,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist import _log, _machine
+from tfdist import _forks, _log, _machine
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 
 _SMALL_BYTES = 2**16
@@ -344,7 +343,7 @@ def start(
         _remove_names_of_shared_memory()
     sums = Mpi(module, communicator, check, is_polite=places.count(places[index]) > _machine.usable_cpus())
     # A launcher takes a process that ends without MPI_Finalize for a failure.
-    atexit.register(_leave, sums, module, farewell, check, server is None)
+    _forks.at_exit(_leave, sums, module, farewell, check, server is None)
     return sums
 
 

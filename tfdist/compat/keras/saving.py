@@ -17,7 +17,6 @@ with the functions that are wrapped.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import fcntl
@@ -42,7 +41,7 @@ from tensorflow.python.checkpoint import checkpoint
 from tensorflow.python.checkpoint import restore as checkpoint_restore
 from tensorflow.python.saved_model import save
 
-from tfdist import _log
+from tfdist import _forks, _log
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, layers
 from tfdist.compat.tensorflow import graphs, variables
@@ -148,7 +147,7 @@ def _agreement(model: Any) -> SavingAgreement | None:
 def _scratch() -> str:
     """Makes a directory for files of this worker that are discarded; removed at the end of the process."""
     path = tempfile.mkdtemp(prefix="tfdist-")
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    _forks.at_exit(shutil.rmtree, path, True)
     return path
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import itertools
 import logging
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfdist import _forks
 from tfdist.telemetry.update_log import segments
 from tfdist.telemetry.update_log.columns import Contributions, Events, Updates
 from tfdist.telemetry.update_log.records import EventKind, Header, UpdateRecord
@@ -84,7 +84,7 @@ class LogWriter:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tfdist update log", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        _forks.at_exit(self.close)
 
     def add(self, record: UpdateRecord) -> None:
         """Adds an update."""
@@ -140,7 +140,7 @@ class LogWriter:
             self._thread.join(_CLOSE_SECS)
         if self._thread.is_alive():
             self._warn(f"the disk of the update log in {self.directory} didn't answer for {_CLOSE_SECS:.0f} s")
-        atexit.unregister(self.close)
+        _forks.not_at_exit(self.close)
 
     def _run(self) -> None:
         while not self._closed:
