@@ -75,7 +75,7 @@ ENDED_BY = {
     "serving/data_worker.py:_RestartingWorker.run": "self._stopped",
     "serving/embedded.py:EmbeddedCluster._watch": "self._is_closing",
     "serving/embedded.py:_follow_notices": "ended.wait",
-    "serving/task.py:_await_chief": "_CHIEF_LOST_SECS",
+    "serving/task.py:_await_chief": "LOST_SECS",
     "telemetry/session.py:EventWriters._run": "self._ended",
     "transport/mpi.py:Mpi._blame": "deadline",
     "transport/mpi.py:Mpi._wait_for": "self._check()",

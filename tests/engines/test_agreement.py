@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -157,3 +158,26 @@ def test_function_with_a_collective_is_known_by_the_line_that_calls_it(agreement
         train_step()
         read()
     assert found == [("train_step", STEP, 1), ("", "", 0)] * 2
+
+
+def test_worker_that_traces_does_not_wait_and_is_counted_whole(agreement: Agreement):
+    """A slow worker looked at halfway through a trace was taken for one whose step has fewer collectives."""
+    found: list[str] = []
+
+    def look() -> None:
+        in_thread(lambda: found.append(agreement.state(stalls.of(threading.main_thread()))[0].part))
+
+    @tf.function
+    def train_step(value: tf.Tensor) -> tf.Tensor:
+        for _ in range(2):
+            agreement.note_traced(tf.compat.v1.get_default_graph())
+            look()
+            value = tf.raw_ops.CollectiveReduceV2(
+                input=value, group_size=1, group_key=1, instance_key=1, ordering_token=[], merge_op="Add", final_op="Id"
+            )
+        tf.py_function(look, [], [])
+        return value
+
+    with contextlib.suppress(tf.errors.OpError):
+        train_step(tf.ones([2]))
+    assert found == ["", "", step_of("2 sums")]

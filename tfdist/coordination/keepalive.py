@@ -25,9 +25,11 @@ from collections.abc import Iterator, Mapping
 from tfdist import _sockets
 from tfdist.cluster import Cluster
 
-# A connection ends at most `LOST_SECS` and one probe interval after the host's last answer.
-LOST_SECS = 20
-_PROBE_EVERY_SECS = 5
+# A silent task is lost after this time: a host whose kernel does not answer, a worker without a heartbeat, a chief that
+# is gone, or whose coordination service does not answer. TensorFlow is given the same number. A connection ends at most
+# one probe interval later.
+LOST_SECS = 10
+_PROBE_EVERY_SECS = 2
 _LOOK_EVERY_SECS = 1.0
 _RESOLVE_EVERY_SECS = 30.0
 _DESCRIPTORS = pathlib.Path("/proc/self/fd")

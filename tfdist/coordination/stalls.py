@@ -16,7 +16,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfdist import _log
 
@@ -58,28 +58,39 @@ def of(thread: threading.Thread) -> FrameType | None:
         frames.clear()
 
 
-# Files of TensorFlow's that call an operation of a collective, or a function.
+# Files of TensorFlow's that call an operation of a collective, or a function, or trace one.
 _COLLECTIVES = "tensorflow/python/ops/gen_collective_ops.py"
 _FUNCTIONS = "tensorflow/python/eager/polymorphic_function/"
+_TRACING = "tensorflow/python/framework/func_graph.py"
 _OF_TENSORFLOW = "tensorflow/python/"
 
 
-def calls_of_tensorflow(frame: FrameType | None) -> tuple[str, str]:
-    """Call of TensorFlow's that the thread of an innermost frame is in, or this thread for None.
+class RuntimeCall(NamedTuple):
+    """Call of TensorFlow's that a thread is in.
 
-    Returns:
-      (operation, line): the function that calls the operation of a collective, such as "collective_gather_v2", and the
-      line of the program that calls the outermost `tf.function`; each "" if there is none.
+    Attributes:
+      operation: the function that calls the operation of a collective, such as "collective_gather_v2"; "" for none.
+      line: the line of the program that calls the outermost `tf.function`; "" for none.
+      is_tracing: True while that function is traced, so that it runs no collective yet.
     """
+
+    operation: str = ""
+    line: str = ""
+    is_tracing: bool = False
+
+
+def runtime_call(frame: FrameType | None) -> RuntimeCall:
+    """Returns the call that the thread of an innermost frame is in, or this thread for None."""
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     operation = next((each.name for each in stack if _COLLECTIVES in each.filename), "")
+    is_tracing = any(_TRACING in each.filename for each in stack)
     line = ""
     for each in reversed(stack):
         if _FUNCTIONS in each.filename:
-            return operation, line
+            return RuntimeCall(operation, line, is_tracing)
         if _OF_TENSORFLOW not in each.filename:
             line = f"{each.filename}:{each.lineno}"
-    return operation, ""
+    return RuntimeCall(operation)
 
 
 _JOIN_SECS = 2.0

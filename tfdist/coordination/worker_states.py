@@ -24,7 +24,7 @@ _APART = "all workers wait, each in another call"
 PARTED = re.compile(rf"{_APART}: [^\n\"\\]+")
 # Second half of the message of `never`, and of another error.
 _CAUSE = re.compile(r"as some have ended or failed: (.+)")
-_SAME = "the same number of steps, and the same callbacks that stop training"
+_SAME = "the same number of steps, and set model.stop_training in the same step on all of them"
 # Cause of a lost worker whose connection is gone.
 LOST = (
     "the connection to it is lost: its process was killed or stopped, or its machine has failed; look at its output "
@@ -130,7 +130,8 @@ def mismatch(own: WorkerStatus) -> str:
     """Returns the message for a collective for which another worker came with another one."""
     return (
         f"{own.doing or A_SUM} on {own.task}: the workers came to different collectives at the same time; every worker "
-        "must make the same models, variables and calls, in the same order: remove the `if` around what only some do"
+        "must make the same models, variables and calls, in the same order: remove the `if` around what only some do, "
+        f"and give all workers {_SAME}"
     )
 
 

@@ -38,7 +38,7 @@ from tfdist import _forks
 from tfdist.cluster import Task
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
-from tfdist.coordination import lost_servers, stalls, usage, worker_states
+from tfdist.coordination import keepalive, lost_servers, stalls, usage, worker_states
 from tfdist.coordination.usage import Usage
 from tfdist.coordination.worker_states import WorkerStatus
 
@@ -46,8 +46,6 @@ from tfdist.coordination.worker_states import WorkerStatus
 _ASK_MS = 1000
 # The same for a text that is replaced now and then.
 _PEEK_MS = 100
-# The service is lost if it does not answer for so long; as long as it waits for a worker's heartbeats itself.
-_SERVICE_SECS = 10.0
 # Time for a failed process to end.
 _END_SECS = 3.0
 # Time in which the service shows how a worker has ended whose connection is lost.
@@ -426,9 +424,10 @@ class Agreement:
             call = wait.call or self._main_call()
             wanted = {"call": call, "what": wait.what, "number": wait.number, "part": wait.part}
             return dataclasses.replace(own, **wanted, blocked_secs=secs), wait.awaited
-        operation, line = ("", "") if frame is None else stalls.calls_of_tensorflow(frame)
-        function = self._functions.get(line)
-        if not operation and function is None:
+        runs = stalls.RuntimeCall() if frame is None else stalls.runtime_call(frame)
+        operation, function = runs.operation, self._functions.get(runs.line)
+        # While a function is traced it waits for nobody, and not all of its collectives are known.
+        if not operation and (function is None or runs.is_tracing):
             return own, ()
         # Keras' step is a function; other sums of a call, such as those of metrics, are operations.
         if operation or function is None:
@@ -441,7 +440,7 @@ class Agreement:
     def note_traced(self, graph: Any) -> None:
         """Notes that a function that the main thread calls has collectives; called while its graph is traced."""
         main = threading.main_thread()
-        _, line = stalls.calls_of_tensorflow(None if threading.current_thread() is main else stalls.of(main))
+        line = stalls.runtime_call(None if threading.current_thread() is main else stalls.of(main)).line
         if line and graph is not None and (line not in self._functions or self._functions[line].graph() is not graph):
             self._functions[line] = context.CollectiveFunction(graph)
 
@@ -507,10 +506,10 @@ class Agreement:
             if not self._has_answered:
                 return False
             self._silent_since = self._silent_since or now
-            if now - self._silent_since < _SERVICE_SECS:
+            if now - self._silent_since < keepalive.LOST_SECS:
                 return False
             own, _ = self.state()
-            text = f"it has the coordination service, and has not answered for {_SERVICE_SECS:g} s"
+            text = f"it has the coordination service, and has not answered for {keepalive.LOST_SECS:g} s"
             raise ConnectionError(worker_states.never(own, {str(self.tasks[0]): text})) from None
         except tf.errors.OpError as error:
             raise self._service_lost(error) from None

@@ -131,7 +131,6 @@ def _threads(cluster: Cluster) -> int:
 
 
 _POLL_SECS = 0.5
-_CHIEF_LOST_SECS = 10.0
 # The same two after SIGTERM, because a launcher may be waiting to start this task again.
 _ENDING_POLL_SECS = 0.1
 _CHIEF_ENDED_SECS = 0.5
@@ -243,9 +242,9 @@ def _await_chief(
             seen, last_seen = True, now
         elif is_asked_to_end.is_set() and (not seen or now - last_seen > _CHIEF_ENDED_SECS):
             return TRY_AGAIN_EXIT_CODE
-        elif seen and now - last_seen > _CHIEF_LOST_SECS:
+        elif seen and now - last_seen > keepalive.LOST_SECS:
             _log.say(
-                f"{cluster.task}: the chief at {chief} has been gone for {_CHIEF_LOST_SECS:.0f} s; "
+                f"{cluster.task}: the chief at {chief} has been gone for {keepalive.LOST_SECS} s; "
                 f"ending with code {TRY_AGAIN_EXIT_CODE}"
             )
             return TRY_AGAIN_EXIT_CODE

@@ -16,7 +16,7 @@ from tfdist import _forks, _log, _machine, _sockets
 from tfdist import cluster as clusters
 from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster
 from tfdist.compat.tensorflow import context
-from tfdist.coordination import rendezvous
+from tfdist.coordination import keepalive, rendezvous
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.engines.agreement import Agreement
@@ -96,10 +96,6 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-# A worker that sends no heartbeat for this long is taken for dead, and the others get an error.
-_HEARTBEAT_TIMEOUT_SECS = 10
-
-
 def find_cluster(resolver: Any) -> clusters.Cluster | None:
     """Returns the cluster from TF_CONFIG or the resolver, checked; None to train alone."""
     if resolver is None:
@@ -158,7 +154,7 @@ def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float
         leader=f"/job:{cluster.training_tasks[0].type}/replica:0/task:0",
         jobs={job: count for job, count in counts.items() if count},
         start_timeout_secs=start_timeout_secs,
-        heartbeat_timeout_secs=_HEARTBEAT_TIMEOUT_SECS,
+        heartbeat_timeout_secs=keepalive.LOST_SECS,
     )
 
 
