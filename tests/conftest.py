@@ -69,7 +69,6 @@ _LONGEST_FILES = (
     "test_resume.py",
     "test_slurm.py",
     "test_compression.py",
-    "test_pod_group.py",
     "test_ssh.py",
     "test_fuzz.py",
     "test_communication.py",

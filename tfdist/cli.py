@@ -56,7 +56,7 @@ PLATFORMS = {
     "ssh": "machines reached by ssh",
     "slurm": "a Slurm job",
     "kubernetes": "pods on Kubernetes",
-    "tpu": "a TPU VM, or a TPU node pool of GKE",
+    "tpu": "a TPU VM",
 }
 # As COMMANDS.
 LAUNCHERS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU launcher: chips and hosts, the commands of gcloud as text and run by a stand-in, GKE's manifests."""
+"""The TPU launcher: chips and hosts, the commands of gcloud as text and run by a stand-in."""
 
 import json
 import os
@@ -9,8 +9,6 @@ import sys
 import pytest
 
 from tfdist.launchers import requests, tpu
-from tfdist.launchers.kubernetes import manifests
-from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.output import LogSettings
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -37,49 +35,16 @@ def test_types(name, chips, hosts):
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "topology", "each", "chips", "hosts"),
-    [
-        ("tpu-v4-podslice", "2x2x1", 0, 4, 1),
-        ("tpu-v4-podslice", "2x2x4", 0, 16, 4),
-        ("tpu-v5p-slice", "4x4x4", 0, 64, 16),
-        ("tpu-v5-lite-podslice", "1x1", 0, 1, 1),
-        ("tpu-v5-lite-podslice", "2x2", 0, 4, 1),
-        ("tpu-v5-lite-podslice", "2x4", 0, 8, 1),
-        ("tpu-v5-lite-podslice", "2x4", 4, 8, 2),
-        ("tpu-v6e-slice", "16x16", 0, 256, 64),
-    ],
-)
-def test_topologies(accelerator, topology, each, chips, hosts):
-    found = tpu.from_topology(accelerator, topology, each)
-    assert found == tpu.Slice(chips, hosts)
-    assert found.chips_per_host * hosts == chips
-
-
-@pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: tpu.from_type("v9-8"), "--accelerator_type is not known; use one of v2-N, v3-N, v4-N"),
         (lambda: tpu.from_type("v4"), "--accelerator_type is not known"),
         (lambda: tpu.from_type("v4-7"), "--accelerator_type has no such size: v4 counts 2 cores a chip"),
         (lambda: tpu.from_type("v4-12"), "--accelerator_type=v4-12 makes no whole hosts of 4 chips"),
-        (lambda: tpu.from_topology("tpu", "2x2"), "--accelerator is not known; use one of tpu-v4-podslice"),
-        (
-            lambda: tpu.from_topology("tpu-v4-podslice", "2x2"),
-            "--topology is invalid for tpu-v4-podslice, which has 3",
-        ),
-        (lambda: tpu.from_topology("tpu-v6e-slice", "2*2"), "--topology is invalid for tpu-v6e-slice"),
-        (lambda: tpu.from_topology("tpu-v6e-slice", "3x3"), "--topology=3x3 makes no whole hosts of 4 chips"),
-        (lambda: tpu.from_topology("tpu-v6e-slice", "4x4", 8), "--topology=4x4 makes no whole hosts of 8 chips"),
-        (lambda: tpu.from_topology("tpu-v6e-slice", "999x999"), "--topology=999x999 makes no whole hosts"),
         (lambda: job(command=()), "there is no script to run"),
         (lambda: job(name="My_TPU"), "--name is no name for a TPU"),
         (lambda: job(name="a" * 64), "--name is no name for a TPU; use up to 63"),
         (lambda: job(zone=""), "--zone is missing or malformed"),
-        (
-            lambda: gke("tpu-v4-podslice", "2x2x4"),
-            "--topology has 4 hosts, and GKE has no runtime that gives TensorFlow",
-        ),
-        (lambda: gke("tpu-v4-podslice", "2x2x1", image=""), "--image is missing"),
     ],
 )
 def test_what_makes_no_sense(make, words):
@@ -90,11 +55,6 @@ def test_what_makes_no_sense(make, words):
 
 def job(**options):
     return tpu.TpuJob(**{"command": ("train.py", *ODD), "accelerator_type": "v4-8", "zone": "us-central2-b", **options})
-
-
-def gke(accelerator, topology, **options):
-    options = {"name": "run1", "shape": Shape(1), "command": ("train.py",), "image": "me/train:1", **options}
-    return tpu.plan_gke(manifests.Pods(**options), accelerator, topology)
 
 
 def test_telemetry_is_refused_with_the_reason(tmp_path):
@@ -113,10 +73,6 @@ def test_a_plan_as_text():
         )
     )
     assert str(request) == (GOLDEN / "tpu.sh").read_text()
-
-
-def test_a_plan_for_gke_as_text():
-    assert str(gke("tpu-v5-lite-podslice", "2x4")) == (GOLDEN / "tpu_gke.yaml").read_text()
 
 
 FAKE = """#!{python}
@@ -181,6 +137,3 @@ def test_the_command_line(capsys):
     arguments = ["--accelerator_type=v4-8", "--zone=z", "--dry_run", "--nocreate", "train.py", "--x"]
     assert tpu.main(arguments) == 0
     assert capsys.readouterr().out.count("gcloud") == 1
-    arguments = ["--gke", "--accelerator=tpu-v6e-slice", "--topology=2x2", "--image=i", "--dry_run", "train.py"]
-    assert tpu.main(arguments) == 0
-    assert "google.com/tpu: 4" in capsys.readouterr().out

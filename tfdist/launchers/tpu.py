@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a script on TPUs: on a TPU VM by `gcloud`, or in a GKE node pool by `kubectl`.
+"""Starts a script on a TPU VM by `gcloud`.
 
 TPUs are used through tf.distribute.TPUStrategy and need no TF_CONFIG: one program on the first host controls all chips.
 """
@@ -7,8 +7,6 @@ TPUs are used through tf.distribute.TPUStrategy and need no TF_CONFIG: one progr
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import re
 import shlex
 import signal
@@ -19,21 +17,15 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
-from tfdist.launchers.kubernetes import launcher as kubernetes
-from tfdist.launchers.kubernetes import manifests
-from tfdist.launchers.kubernetes.launcher import KubernetesRequest
-from tfdist.launchers.kubernetes.manifests import Pods
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
-from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
 
 _USAGE = """\
 usage: tfdist launch tpu --accelerator_type=TYPE --zone=ZONE [FLAGS] SCRIPT [ARGUMENTS]
-       tfdist launch tpu --gke --accelerator=NAME --topology=TOPOLOGY --image=IMAGE [FLAGS] SCRIPT [ARGUMENTS]
 
-Runs SCRIPT on TPUs: on a TPU VM, on its first host only where it has several; or in a GKE node pool. SCRIPT builds its
-strategy by tfdist.strategy_from_flags() with --tfdist_strategy=tpu, or a tf.distribute.TPUStrategy.
+Runs SCRIPT on a TPU VM, on its first host only where it has several. SCRIPT builds its strategy by
+tfdist.strategy_from_flags() with --tfdist_strategy=tpu, or a tf.distribute.TPUStrategy.
 
 flags (also from a file, with --flagfile=FILE):
 """
@@ -170,58 +162,31 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
                 _log.say(f"that failed, and the TPU may go on costing money: {shlex.join(command)}")
 
 
-def plan_gke(pods: Pods, accelerator: str, topology: str, chips_per_host: int = 0) -> KubernetesRequest:
-    """Returns the Job that runs the script in a GKE node pool.
-
-    Args:
-      pods: the job; accelerators and node selectors are added here.
-      accelerator: the label cloud.google.com/gke-tpu-accelerator.
-      topology: the label cloud.google.com/gke-tpu-topology.
-      chips_per_host: number of chips of the machine type; 0 for the usual number.
-
-    Raises:
-      LaunchError: the topology is invalid, or has several hosts.
-    """
-    tpus = from_topology(accelerator, topology, chips_per_host)
-    if tpus.hosts > 1:
-        raise LaunchError(
-            f"--topology has {tpus.hosts} hosts, and GKE has no runtime that gives TensorFlow the chips of other "
-            f"hosts; use a topology of one host, or a TPU VM (without --gke). Received: {topology!r}"
-        )
-    labels = {"cloud.google.com/gke-tpu-accelerator": accelerator, "cloud.google.com/gke-tpu-topology": topology}
-    pods = dataclasses.replace(
-        pods,
-        shape=Shape(1),
-        accelerators={"google.com/tpu": tpus.chips},
-        node_selector={**pods.node_selector, **labels},
-        env={**pods.env, "PYTHONUNBUFFERED": "1", "TFDIST_LAUNCHER": "tpu", "TPU_NAME": "local"},
-    )
-    kubernetes.check_pods(pods)
-    job = manifests.plain_job(pods, "worker", tpus.hosts, (pods.python, *pods.command))
-    return KubernetesRequest((manifests.network_policy(pods), job), pods)
-
-
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    flags.DEFINE_boolean("gke", False, "run in a GKE node pool, not on a TPU VM", flag_values=values)
     texts = {
-        "accelerator_type": ("", "TPU VM: such as v4-8"),
-        "zone": ("", "TPU VM: zone"),
-        "project": ("", "TPU VM: project; by default the current one of gcloud"),
-        "version": ("tpu-ubuntu2204-base", "TPU VM: runtime"),
-        "copy": ("", "TPU VM: local directory to copy to --working_dir on all hosts"),
-        "setup": ("", "TPU VM: shell command for all hosts before the script"),
-        "accelerator": ("", "GKE: such as tpu-v5-lite-podslice"),
-        "topology": ("", "GKE: such as 2x4"),
+        "accelerator_type": ("", "such as v4-8"),
+        "zone": ("", "zone of the TPU"),
+        "project": ("", "project; by default the current one of gcloud"),
+        "version": ("tpu-ubuntu2204-base", "runtime"),
+        "name": ("tfdist", "name of the TPU"),
+        "copy": ("", "local directory to copy to --working_dir on all hosts"),
+        "setup": ("", "shell command for all hosts before the script"),
+        "python": ("python3", "interpreter on the hosts"),
+        "working_dir": (".", "where the script runs; relative to the home directory"),
     }
     for name, (default, text) in texts.items():
         flags.DEFINE_string(name, default, text, flag_values=values)
-    flags.DEFINE_integer("chips_per_host", 0, "GKE: chips of the machine type; 0 for the usual", flag_values=values)
-    flags.DEFINE_boolean("create", True, "TPU VM: make the TPU first", flag_values=values)
-    flags.DEFINE_boolean("delete", False, "TPU VM: delete the TPU at the end, whatever happens", flag_values=values)
-    flags.DEFINE_boolean("spot", False, "TPU VM: may be preempted at any time", flag_values=values)
-    kubernetes.define_pod_flags(values)
+    flags.DEFINE_boolean("create", True, "make the TPU first", flag_values=values)
+    flags.DEFINE_boolean("delete", False, "delete the TPU at the end, whatever happens", flag_values=values)
+    flags.DEFINE_boolean("spot", False, "may be preempted at any time", flag_values=values)
+    flags.DEFINE_integer(
+        "max_restarts", 3, "failures that the job may have; preemptions don't count", flag_values=values
+    )
+    flags.DEFINE_multi_string("env", [], "NAME=VALUE for the script; may be repeated", flag_values=values)
+    environment.define_tf_log_level_flag(values)
     environment.define_telemetry_flag(values)
+    flags.DEFINE_boolean("dry_run", False, "print the commands, run nothing", flag_values=values)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -235,14 +200,8 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
             "--telemetry measures workers of tfdist's strategies, and TPUs have TensorFlow's, whose chips compute in "
             f"lockstep; use keras.callbacks.TensorBoard in the script. Received: --telemetry={values.telemetry}"
         )
-    if values.gke:
-        pods = kubernetes.pods_from_flags(values, command, Shape(1))
-        request = plan_gke(pods, values.accelerator, values.topology, values.chips_per_host)
-        start = functools.partial(kubernetes.submit, request, values.start_timeout_secs)
-    else:
-        request = plan(_job_from_flags(values, command))
-        start = functools.partial(submit, request, LogSettings())
-    return command_line.submit_or_show(values, request, start)
+    request = plan(_job_from_flags(values, command))
+    return command_line.submit_or_show(values, request, lambda: submit(request, LogSettings()))
 
 
 def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> TpuJob:
@@ -263,54 +222,22 @@ def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> TpuJob:
     return TpuJob(
         tuple(command),
         **{name: getattr(values, name) for name in same},
-        directory=values.working_dir or ".",
+        directory=values.working_dir,
         env=environment.from_flags(values),
         restarts=Restarts(values.max_restarts),
     )
 
 
-# Computes the numbers of chips and hosts of a TPU slice from its type or topology.
+# Computes the numbers of chips and hosts of a TPU slice from its type.
 #
-# Source: Google's pages "TPU versions" and "Plan TPUs in GKE". The number in a type counts TensorCores (two per chip)
-# up to v4 and for v5p, and chips for v5e and v6e.
+# Source: Google's page "TPU versions". The number in a type counts TensorCores (two per chip) up to v4 and for v5p, and
+# chips for v5e and v6e.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Generation:
-    """Properties of one generation of TPU chips.
-
-    Attributes:
-      cores_per_unit: cores per chip if the number in a type counts cores; 1 if it counts chips.
-      dimensions: number of dimensions of a topology.
-      chips_per_host: number of chips per host in a slice of several hosts.
-      single: numbers of chips of the slices with one host.
-    """
-
-    cores_per_unit: int
-    dimensions: int
-    chips_per_host: int
-    single: tuple[int, ...]
-
-
-_V4 = _Generation(cores_per_unit=2, dimensions=3, chips_per_host=4, single=(4,))
-_LITE = _Generation(cores_per_unit=1, dimensions=2, chips_per_host=4, single=(1, 4, 8))
-_TYPES = {
-    "v2": _Generation(cores_per_unit=2, dimensions=2, chips_per_host=4, single=(4,)),
-    "v3": _Generation(cores_per_unit=2, dimensions=2, chips_per_host=4, single=(4,)),
-    "v4": _V4,
-    "v5p": _V4,
-    "v5litepod": _LITE,
-    "v6e": _LITE,
-}
-# Generations by GKE's names, in the label cloud.google.com/gke-tpu-accelerator of a node pool.
-_ACCELERATORS = {
-    "tpu-v4-podslice": _V4,
-    "tpu-v5p-slice": _V4,
-    "tpu-v5-lite-podslice": _LITE,
-    "tpu-v6e-slice": _LITE,
-}
-_MAX_CHIPS = 16384
-_TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){1,2}", re.ASCII)
+_CHIPS_PER_HOST, _MAX_CHIPS = 4, 16384
+_CORES_PER_UNIT = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2, "v5litepod": 1, "v6e": 1}
+# Numbers of chips of the slices with one host, where the number in a type counts chips.
+_SINGLE_HOSTS = (1, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,11 +247,6 @@ class Slice:
     chips: int
     hosts: int
 
-    @property
-    def chips_per_host(self) -> int:
-        """Number of chips of each host."""
-        return self.chips // self.hosts
-
 
 def from_type(text: str) -> Slice:
     """Returns the slice of a Cloud TPU type, such as v4-32 or v5litepod-16.
@@ -333,48 +255,18 @@ def from_type(text: str) -> Slice:
       LaunchError: there is no such type.
     """
     name, _, number = text.rpartition("-")
-    if name not in _TYPES or not (number.isascii() and number.isdigit() and 0 < len(number) < 6):
-        known = ", ".join(f"{each}-N" for each in _TYPES)
+    if name not in _CORES_PER_UNIT or not (number.isascii() and number.isdigit() and 0 < len(number) < 6):
+        known = ", ".join(f"{each}-N" for each in _CORES_PER_UNIT)
         raise LaunchError(f"--accelerator_type is not known; use one of {known}. Received: {text!r}")
-    generation = _TYPES[name]
-    chips, rest = divmod(int(number), generation.cores_per_unit)
+    cores = _CORES_PER_UNIT[name]
+    chips, rest = divmod(int(number), cores)
     if rest or not chips:
         raise LaunchError(f"--accelerator_type has no such size: {name} counts 2 cores a chip. Received: {text!r}")
-    return _slice(generation, chips, f"--accelerator_type={text}")
-
-
-def from_topology(accelerator: str, topology: str, chips_per_host: int = 0) -> Slice:
-    """Returns the slice of a GKE node pool with this topology.
-
-    Args:
-      accelerator: the label cloud.google.com/gke-tpu-accelerator.
-      topology: the label cloud.google.com/gke-tpu-topology, such as 2x2x2.
-      chips_per_host: number of chips of the machine type; 0 for the usual number.
-
-    Raises:
-      LaunchError: there is no such accelerator or topology.
-    """
-    if accelerator not in _ACCELERATORS:
+    if cores == 1 and chips in _SINGLE_HOSTS:
+        return Slice(chips, 1)
+    if chips > _MAX_CHIPS or chips % _CHIPS_PER_HOST:
         raise LaunchError(
-            f"--accelerator is not known; use one of {', '.join(_ACCELERATORS)}. Received: {accelerator!r}"
-        )
-    generation = _ACCELERATORS[accelerator]
-    parts = topology.split("x")
-    if not _TOPOLOGY.fullmatch(topology) or len(parts) != generation.dimensions:
-        example = "x".join("224"[: generation.dimensions])
-        raise LaunchError(
-            f"--topology is invalid for {accelerator}, which has {generation.dimensions} dimensions; write {example}. "
-            f"Received: {topology!r}"
-        )
-    return _slice(generation, math.prod(map(int, parts)), f"--topology={topology}", chips_per_host)
-
-
-def _slice(generation: _Generation, chips: int, what: str, chips_per_host: int = 0) -> Slice:
-    usual = chips if chips in generation.single else generation.chips_per_host
-    each = chips_per_host or usual
-    if chips > _MAX_CHIPS or chips % each or each not in (1, 4, 8) or (each == 8 and chips > each):
-        raise LaunchError(
-            f"{what} makes no whole hosts of {each} chips; use a topology that exists, or another --chips_per_host. "
+            f"--accelerator_type={text} makes no whole hosts of {_CHIPS_PER_HOST} chips; use a type that exists. "
             f"Received: {chips} chips"
         )
-    return Slice(chips, chips // each)
+    return Slice(chips, chips // _CHIPS_PER_HOST)

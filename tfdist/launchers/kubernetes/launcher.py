@@ -139,18 +139,12 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
     shape.define_flags(values)
-    define_pod_flags(values)
     flags.DEFINE_string("gpu_resource", "nvidia.com/gpu", "the cluster's name for a GPU", flag_values=values)
     flags.DEFINE_integer("gpus_per_worker", 0, "GPUs for each worker", flag_values=values)
-    flags.DEFINE_integer("max_preemptions", 100, "preemptions that the job may have", flag_values=values)
     environment.define_communication_flag(values)
     environment.define_telemetry_flag(values)
     forms = "job: Indexed Jobs; jobset: a JobSet, which restarts all tasks when one fails"
     flags.DEFINE_enum("form", "job", ["job", "jobset"], forms, flag_values=values)
-
-
-def define_pod_flags(values: flags.FlagValues) -> None:
-    """Defines the flags for the properties of every pod."""
     texts = {
         "image": ("", "image of the container, with the script and tfdist in it"),
         "name": ("tfdist", "name of the job"),
@@ -164,7 +158,8 @@ def define_pod_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_string(name, default, text, flag_values=values)
     numbers = {
         "port": (2222, "port of every task; the chief's tf.data service has the next"),
-        "max_restarts": (3, "failures that the job may have; preemptions don't count"),
+        "max_restarts": (3, "failures that each task may have; preemptions don't count"),
+        "max_preemptions": (100, "preemptions that the job may have"),
         "grace_period_secs": (120, "seconds that a pod has to save its work after SIGTERM"),
     }
     for name, (default, text) in numbers.items():
@@ -182,7 +177,7 @@ def define_pod_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_boolean("dry_run", False, "print the manifests, create nothing", flag_values=values)
 
 
-def pods_from_flags(values: flags.FlagValues, command: Sequence[str], job: Shape, **more: Any) -> Pods:
+def pods_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Pods:
     """Returns the job that the command line describes.
 
     Raises:
@@ -190,16 +185,17 @@ def pods_from_flags(values: flags.FlagValues, command: Sequence[str], job: Shape
     """
     shape.check_duration("start_timeout_secs", values.start_timeout_secs)
     same = ("image", "name", "namespace", "python", "working_dir", "cpu", "memory", "port", "max_restarts")
-    pods = Pods(
-        shape=job,
+    return Pods(
+        shape=Shape.from_flags(values),
         command=tuple(command),
         env=environment.from_flags(values),
         node_selector=_pairs("node_selector", values.node_selector),
         claims=_pairs("claim", values.claim),
         grace_secs=values.grace_period_secs,
+        accelerators={values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {},
+        max_preemptions=values.max_preemptions,
         **{name: getattr(values, name) for name in same},
     )
-    return dataclasses.replace(pods, **more)
 
 
 def _pairs(flag: str, settings: Sequence[str]) -> dict[str, str]:
@@ -219,10 +215,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
-    gpus = {values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {}
-    more = {"accelerators": gpus, "max_preemptions": values.max_preemptions}
-    pods = pods_from_flags(values, command, Shape.from_flags(values), **more)
-    request = plan(pods, values.form)
+    request = plan(pods_from_flags(values, command), values.form)
     return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))
 
 

@@ -8,20 +8,16 @@ gives each pod a name; a NetworkPolicy admits only the job's own pods.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers.kubernetes import task as kubernetes_task
-from tfdist.launchers.kubernetes.pod_group import GIVEN_UP_EXIT_CODE
 from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.shape import Shape
 
 # Annotations in which controllers count replacements, by the variable that passes the count to the wrapper.
-_JOB_COUNTS = {
-    kubernetes_task.FAILURES_VARIABLE: "batch.kubernetes.io/job-index-failure-count",
-    kubernetes_task.IGNORED_VARIABLE: "batch.kubernetes.io/job-index-ignored-failure-count",
-}
+_JOB_COUNTS = {kubernetes_task.IGNORED_VARIABLE: "batch.kubernetes.io/job-index-ignored-failure-count"}
 _JOBSET_COUNTS = {kubernetes_task.RESTARTS_VARIABLE: "jobset.sigs.k8s.io/restart-attempt"}
 _MANAGER = {"app.kubernetes.io/managed-by": "tfdist"}
 
@@ -43,7 +39,7 @@ class Pods:
       node_selector: labels of the nodes for pods that compute.
       claims: mount directory by the name of the volume claim.
       env: variables added to the environment.
-      max_restarts: number of failures that are allowed; with parameter servers, of each kind of task.
+      max_restarts: number of failures that are allowed of each task.
       max_preemptions: number of preemptions that are allowed.
       grace_secs: time for a pod to end by itself.
       working_dir: working directory of the script; "" for the image's own.
@@ -126,28 +122,21 @@ def network_policy(pods: Pods) -> dict[str, Any]:
 
 
 def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
-    """Returns the Job for the tasks of one kind, whose pods are replaced one by one."""
-    host = f"{pods.name}-{{type}}-{{index}}.{pods.name}"
-    job = plain_job(pods, role, pods.roles[role], _wrapped(pods, role, host, "job"), [GIVEN_UP_EXIT_CODE])
-    # With a limit for each index, Kubernetes shows pods how often they were replaced. It also waits by index: after the
-    # first failure of four workers that end together 10 s, not 80 s.
-    job["spec"]["backoffLimitPerIndex"] = pods.max_restarts
-    _show_counts(job["spec"]["template"], _JOB_COUNTS)
-    return job
-
-
-def plain_job(
-    pods: Pods, role: str, size: int, command: tuple[str, ...], hopeless: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Returns an Indexed Job that replaces a preempted pod without counting a failure."""
+    """Returns the Job for the tasks of one kind; a preempted pod is replaced without counting a failure."""
+    hopeless = [*HOPELESS_EXIT_CODES, kubernetes_task.GIVEN_UP_EXIT_CODE]
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": _codes([TRY_AGAIN_EXIT_CODE])},
-        {"action": "FailJob", "onExitCodes": _codes([*HOPELESS_EXIT_CODES, *hopeless])},
+        {"action": "FailJob", "onExitCodes": _codes(hopeless)},
     ]
-    spec = _job_spec(size, pods.max_restarts, rules, _template(pods, role, "task", command))
-    name = f"{pods.name}-{role}"
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(pods, name), "spec": spec}
+    host = f"{pods.name}-{{type}}-{{index}}.{pods.name}"
+    # When one task of an all-reduce job fails, all do. Counted by index, that is one failure of each, and after it
+    # Kubernetes waits 10 s; counted together, four workers would wait 80 s. The first index with too many ends the Job.
+    limits = {"backoffLimitPerIndex": pods.max_restarts, "maxFailedIndexes": 0}
+    spec = _job_spec(pods.roles[role], limits, rules, _template(pods, role, _wrapped(pods, role, host, "job")))
+    _show_counts(spec["template"], _JOB_COUNTS)
+    meta = metadata(pods, f"{pods.name}-{role}")
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}
 
 
 def jobset(pods: Pods) -> dict[str, Any]:
@@ -160,7 +149,7 @@ def jobset(pods: Pods) -> dict[str, Any]:
     host = f"{pods.name}-{{type}}-0-{{index}}.{pods.name}"
     jobs = []
     for role, size in pods.roles.items():
-        spec = _job_spec(size, 0, rules, _template(pods, role, "task", _wrapped(pods, role, host, "jobset")))
+        spec = _job_spec(size, {"backoffLimit": 0}, rules, _template(pods, role, _wrapped(pods, role, host, "jobset")))
         _show_counts(spec["template"], _JOBSET_COUNTS)
         jobs.append({"name": role, "replicas": 1, "template": {"metadata": {"labels": pods.labels}, "spec": spec}})
     deciding = list(dict.fromkeys(task.type for task in pods.shape.deciding))
@@ -192,7 +181,6 @@ def _wrapped(pods: Pods, role: str, host_format: str, form: str) -> tuple[str, .
     """Returns the command of the wrapper that determines the pod's task, followed by the script."""
     wrapper = (pods.python, "-P", "-m", "tfdist.launchers.kubernetes.task", *pods.shape.arguments(), f"--role={role}")
     numbers = {"port": pods.port, "max_restarts": pods.max_restarts, "max_preemptions": pods.max_preemptions}
-    numbers["grace_period_secs"] = pods.grace_secs
     shown = [f"--{name}={value}" for name, value in numbers.items()]
     return (*wrapper, f"--form={form}", f"--host_format={host_format}", *shown, "--", *pods.command)
 
@@ -204,18 +192,20 @@ def _show_counts(template: dict[str, Any], annotations: Mapping[str, str]) -> No
         template["spec"]["containers"][0]["env"].append({"name": name, "valueFrom": {"fieldRef": field}})
 
 
-def _job_spec(size: int, backoff: int, rules: list[dict[str, Any]], template: dict[str, Any]) -> dict[str, Any]:
+def _job_spec(
+    size: int, limits: Mapping[str, int], rules: list[dict[str, Any]], template: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "completions": size,
         "parallelism": size,
         "completionMode": "Indexed",
-        "backoffLimit": backoff,
+        **limits,
         "podFailurePolicy": {"rules": rules},
         "template": template,
     }
 
 
-def _template(pods: Pods, role: str, container_name: str, command: tuple[str, ...]) -> dict[str, Any]:
+def _template(pods: Pods, role: str, command: tuple[str, ...]) -> dict[str, Any]:
     computes = any(task.type == role for task in pods.shape.computing)
     accelerators = dict(pods.accelerators) if computes else {}
     asked = {name: value for name, value in (("cpu", pods.cpu), ("memory", pods.memory)) if value}
@@ -226,7 +216,7 @@ def _template(pods: Pods, role: str, container_name: str, command: tuple[str, ..
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     container: dict[str, Any] = {
-        "name": container_name,
+        "name": "task",
         "image": pods.image,
         "command": [literal(word) for word in command],
         "env": _environment(pods, computes),

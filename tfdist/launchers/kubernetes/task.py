@@ -2,7 +2,8 @@
 """Wrapper in a pod's container: determines the pod's task from JOB_COMPLETION_INDEX, and runs the script as this task.
 
 It stays the container's first process and forwards signals, because the kernel delivers no signal without a handler to
-the first process. The tasks of an all-reduce job end together; see `pod_group`.
+the first process. Kubernetes starts failed tasks again: a task of an all-reduce job that has lost another one fails by
+itself, so all of them do.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from absl import flags
 
 from tfdist import _log
-from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, ClusterError, Task
+from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
 from tfdist.launchers import command_line, shape
-from tfdist.launchers.kubernetes.pod_group import GIVEN_UP_EXIT_CODE, Counts, Leader, Member, Rules
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise import wrapping
-from tfdist.launchers.supervise.notices import ENDED, Notices
+from tfdist.launchers.supervise.notices import Notices
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
-# Variables with the number of replacements of this pod, from annotations of Kubernetes' controllers.
-FAILURES_VARIABLE = "TFDIST_POD_FAILURES"
+# Fails the Job of this pod regardless of its count of failures. It is no code of sysexits.h, and no signal.
+GIVEN_UP_EXIT_CODE = 79
+# Variables with the number of replacements of this pod that were no failures, and of restarts of all tasks, from
+# annotations of Kubernetes' controllers.
 IGNORED_VARIABLE = "TFDIST_POD_IGNORED_FAILURES"
 RESTARTS_VARIABLE = "TFDIST_POD_RESTARTS"
 _ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -73,10 +75,9 @@ def define_flags(values: flags.FlagValues) -> None:
     for name, (default, text) in texts.items():
         flags.DEFINE_string(name, default, text, flag_values=values)
     numbers = {
-        "port": (2222, "port of every task; that of the wrappers is the next"),
+        "port": (2222, "port of every task"),
         "max_restarts": (3, "failures after which the job starts again"),
         "max_preemptions": (100, "preemptions after which the job starts again"),
-        "grace_period_secs": (120, "seconds for scripts that save their work"),
     }
     for name, (default, text) in numbers.items():
         flags.DEFINE_integer(name, default, text, flag_values=values)
@@ -100,96 +101,26 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
     command = wrapping.script_command(script)
     if received:
         return TRY_AGAIN_EXIT_CODE
+    if _is_preempted_too_often(values, job, task):
+        _log.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
+        return GIVEN_UP_EXIT_CODE
     with contextlib.closing(Notices()) as notices:
-        code = _run_task(values, job, task, command, env, notices, received)
+        code = wrapping.run_wrapped(command, {**env, **notices.joining}, early=received)
         wrapping.about_cluster(code, task, job, notices)
     return code
 
 
-def _run_task(
-    values: flags.FlagValues,
-    job: Shape,
-    task: Task,
-    command: Sequence[str],
-    env: Mapping[str, str],
-    notices: Notices,
-    received: Sequence[int],
-) -> int:
-    if not job.num_ps and task in job.members and len(job.members) > 1:
-        return _run_together(values, job, task, command, env, notices, received)
-    if _is_preempted_too_often(values, task, pod_counts(values.form, os.environ)):
-        _log.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
-        return GIVEN_UP_EXIT_CODE
-    return wrapping.run_wrapped(command, {**env, **notices.joining}, early=received)
+def _is_preempted_too_often(values: flags.FlagValues, job: Shape, task: Task) -> bool:
+    """Returns True if more restarts than allowed were none of Kubernetes' counted failures; it has no limit for these.
 
-
-def pod_counts(form: str, env: Mapping[str, str]) -> Counts:
-    """Returns the numbers of earlier failures of this task's pods; zeros if Kubernetes doesn't provide them."""
-    if form == "jobset":
-        return Counts(0, _number(env, RESTARTS_VARIABLE))
-    return Counts(_number(env, FAILURES_VARIABLE), _number(env, IGNORED_VARIABLE))
-
-
-def _number(env: Mapping[str, str], name: str) -> int:
-    text = env.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
-
-
-def group_rules(values: flags.FlagValues, job: Shape) -> Rules:
-    """Returns the rules for the exit codes of an all-reduce job's tasks."""
-    if values.form == "jobset":
-        # A JobSet counts restarts of all tasks by itself, and doesn't tell its pods which restarts were preemptions.
-        # A peer's ignored exit code could hide the failure.
-        return Rules(values.max_restarts, values.max_preemptions + values.max_restarts, peer_exit_code=1)
-    kinds = len({member.type for member in job.members})
-    return Rules(values.max_restarts, values.max_preemptions, kinds=kinds)
-
-
-def _is_preempted_too_often(values: flags.FlagValues, task: Task, counts: Counts) -> bool:
-    # Failures of a task that has lost the chief are ignored, too.
-    is_alone = values.form != "jobset" and task.type == "chief"
-    return counts.ignored > values.max_preemptions + (0 if is_alone else values.max_restarts)
-
-
-def _run_together(
-    values: flags.FlagValues,
-    job: Shape,
-    task: Task,
-    command: Sequence[str],
-    env: Mapping[str, str],
-    notices: Notices,
-    received: Sequence[int],
-) -> int:
-    """Runs the script of a task that ends and restarts together with all others."""
-    first, rules = job.members[0], group_rules(values, job)
-    secret = os.environ.get(JOB_SECRET_VARIABLE, "")
-    with contextlib.ExitStack() as stack:
-        host = values.host_format.replace("{type}", first.type).replace("{index}", str(first.index))
-        if task == first:
-            names = [str(member) for member in job.members]
-            try:
-                leader = Leader(names, rules, values.port + 1, secret, values.grace_period_secs, _log.say)
-            except OSError as error:
-                _log.say(f"can't listen on port {values.port + 1}, the one after --port: {error}")
-                return 2
-            stack.callback(leader.close)
-            host = "localhost"
-        counts = pod_counts(values.form, os.environ)
-        member = Member(
-            str(task),
-            (host, values.port + 1),
-            secret,
-            counts,
-            rules.peer_exit_code,
-            _log.say,
-            on_success=lambda name: notices.add(ENDED + name),
-        )
-        stack.callback(member.close)
-        member.join(lambda: bool(received))
-        if received:
-            return TRY_AGAIN_EXIT_CODE
-        code = wrapping.run_wrapped(command, {**env, **notices.env}, is_over=member.is_over, early=received)
-        return member.finish(code, lambda: bool(received))
+    Kubernetes before 1.29 doesn't say how many there were.
+    """
+    is_jobset = values.form == "jobset"
+    text = os.environ.get(RESTARTS_VARIABLE if is_jobset else IGNORED_VARIABLE, "")
+    restarts = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    # A JobSet counts restarts after failures, too. Failures of a task that has lost the chief are ignored.
+    has_others = is_jobset or (job.num_ps > 0 and task.type != "chief")
+    return restarts > values.max_preemptions + (values.max_restarts if has_others else 0)
 
 
 @contextlib.contextmanager
