@@ -131,10 +131,8 @@ def best_spares(workers: int, samples: Sequence[float]) -> int:
     ordered = sorted(samples)
     if len(ordered) > _MOST_SAMPLES:
         ordered = [ordered[(2 * index + 1) * len(ordered) // (2 * _MOST_SAMPLES)] for index in range(_MOST_SAMPLES)]
-    arrivals = backup_workers.expected_arrivals([ordered] * workers)
-    rates = {spares: (workers - spares) / arrivals[workers - spares - 1] for spares in range(workers // 2 + 1)}
-    best = max(rates, key=lambda spares: rates[spares])
-    return best if rates[best] > 1.05 * rates[0] else 0
+    best, _ = backup_workers.best_spares([ordered] * workers, workers, workers // 2)
+    return best
 
 
 def _builder(kind: type[Policy], *arguments: object, **keywords: object) -> Callable[[], list[Policy]]:

@@ -3,146 +3,67 @@
 
 from __future__ import annotations
 
-import cmath
-import itertools
-import operator
-from collections.abc import Iterable, Sequence
+import random
+import statistics
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from tfdist import _checks
 from tfdist.policies import base
 
-# Expected arrival time of the k-th of n replicas, computed exactly from measured durations in plain Python.
-
-
-def expected_arrivals(samples: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the expected time of the k-th arrival if each replica draws its duration from its own samples.
-
-    With F_i the empirical distribution function of replica i and S(x) the number of replicas that need no longer than x
-    (Poisson-binomial, of probabilities F_i(x)),
-
-        E[X(k:n)] = integral over x >= 0 of P(S(x) < k).
-
-    If all replicas have the same m samples x_(1) <= x_(2) ..., this is the sum of x_(i) [I_(i/m)(k, n-k+1) -
-    I_((i-1)/m)(k, n-k+1)]. I is the incomplete beta function. No random numbers are drawn.
-
-    The distribution of S follows from its characteristic function: the product over i of (1 - F_i + F_i w) at the roots
-    of unity w. Source: Hong 2013, On computing the distribution function for the Poisson binomial distribution,
-    equation 7. The inverse transform is linear, so it is done once, after integrating over x. This takes about n/2
-    steps per sample.
-
-    Args:
-      samples: for each of the n replicas, at least one duration >= 0, all in the same unit.
-
-    Returns:
-      E[X(1:n)] to E[X(n:n)], in the unit of the samples; the error is at most about 1e-10 of the longest duration.
-
-    Raises:
-      ValueError: there is no replica, or a replica has no samples.
-    """
-    if not samples or not all(samples):
-        raise ValueError(f"expected_arrivals(samples=...): each replica needs a sample. Received: {samples!r}")
-    # Steps of the distribution functions in the order of time: from j/m to (j+1)/m, encoded as one number for (m, j).
-    sizes = sorted({len(own) for own in samples})
-    codes = dict(zip(sizes, itertools.accumulate(sizes, initial=0), strict=False))
-    ends = sorted((secs, codes[len(own)] + j) for own in samples for j, secs in enumerate(sorted(own)))
-    times = [secs for secs, _ in ends]
-    steps = [step for _, step in ends]
-    gaps = list(map(operator.sub, times, [0.0, *times]))
-    # An odd number of roots of unity, more than the n + 1 values of S if n is odd: at w = -1 a factor can be zero.
-    roots = len(samples) + 1 + len(samples) % 2
-    # One of each pair of conjugates; the root 1 is left out.
-    half = range(1, roots // 2 + 1)
-    transform = [_integral(gaps, steps, sizes, cmath.exp(2j * cmath.pi * root / roots)) for root in half]
-    exactly = [_inverse(transform, count, times[-1], roots) for count in range(len(samples))]
-    return list(itertools.accumulate(exactly))
-
-
-def _integral(gaps: list[float], steps: list[int], sizes: list[int], w: complex) -> complex:
-    """Integrates the characteristic function of S(x) at w over x."""
-    # In logarithms: with hundreds of replicas the product is smaller than a float can be, and grows again later.
-    increments: list[complex] = []
-    for size in sizes:
-        logs = [cmath.log(1 + j / size * (w - 1)) for j in range(size + 1)]
-        increments += map(operator.sub, logs[1:], logs)
-    logs = itertools.accumulate(map(increments.__getitem__, steps), initial=0j)
-    return sum(map(operator.mul, gaps, map(cmath.exp, logs)), 0j)
-
-
-def _inverse(transform: list[complex], count: int, total: float, roots: int) -> float:
-    """Returns the integral over x of P(S(x) = count); `total` is the transform at 1."""
-    turned = (value * cmath.exp(-2j * cmath.pi * root * count / roots) for root, value in enumerate(transform, 1))
-    return (total + 2 * sum(value.real for value in turned)) / roots
-
-
-# Chooses the number of backup workers (spares) from measured gradient durations.
-
-
+_DRAWS = 1024
 _MIN_SAMPLES = 8
 _EVERY_UPDATES = 8
 # Minimum gain in the rate of gradients for a change.
 _HYSTERESIS = 1.05
 
 
-class AutoSpares:
-    """Maximises the rate of aggregated gradients, N / E[X(N:n)], from the recent durations of each replica.
+def expected_arrivals(samples: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the expected time of the k-th arrival if each replica draws its duration from its own samples.
+
+    A mean over `_DRAWS` random orders of each replica's samples, so that each sample is drawn equally often. The
+    standard error is about 1 % for the last arrivals of a hundred replicas.
+
+    Args:
+      samples: for each of the n replicas, at least one duration >= 0, all in the same unit.
+
+    Returns:
+      E[X(1:n)] to E[X(n:n)], in the unit of the samples; the same in each call.
+    """
+    generator = random.Random(0)
+    drawn = [[own[draw * len(own) // _DRAWS] for draw in range(_DRAWS)] for own in samples]
+    for each in drawn:
+        generator.shuffle(each)
+    arrivals = map(sorted, zip(*drawn, strict=True))
+    return [statistics.fmean(times) for times in zip(*arrivals, strict=True)]
+
+
+def best_spares(
+    durations: Sequence[Sequence[float]], total_num_replicas: int, max_spares: int, spares: int = 0
+) -> tuple[int, dict[int, float]]:
+    """Returns the number of spares that maximises the rate of aggregated gradients, N / E[X(N:n)].
 
     The model assumes that each replica draws its next duration from its own last durations, late gradients included.
     This N trains fastest if the number of updates that training needs is proportional to 1/N (Chen et al. 2016, arXiv
     1604.00981, section 3.2).
 
     Args:
-      total_num_replicas: n, the number of replicas.
+      durations: for each living replica, those of its last gradients, from start to arrival.
+      total_num_replicas: n, living or not.
       max_spares: the most spares to choose.
+      spares: current number, which is returned unless another one is better by more than 5 %.
+
+    Returns:
+      The number, and the expected seconds of an update by number of spares.
     """
+    secs = {total_num_replicas - count: each for count, each in enumerate(expected_arrivals(durations), 1)}
 
-    def __init__(self, total_num_replicas: int, max_spares: int) -> None:
-        self._total = total_num_replicas
-        self._max_spares = max_spares
-        self._updates = 0
+    def rate(choice: int) -> float:
+        # A coarse clock may measure 0 s, from which no rate follows.
+        return (total_num_replicas - choice) / secs[choice] if secs[choice] > 0.0 else 0.0
 
-    def updated(self, spares: int, durations: Sequence[Sequence[float]]) -> tuple[int, str]:
-        """Chooses the number of spares again after an update, once in `_EVERY_UPDATES` updates.
-
-        Args:
-          spares: the current number; at least n - `spares` replicas are alive.
-          durations: for each living replica, those of its last gradients, from start to arrival.
-
-        Returns:
-          The new number, and the reason for a change in words ("" without a change).
-        """
-        self._updates += 1
-        if self._updates < _EVERY_UPDATES or min(map(len, durations)) < _MIN_SAMPLES:
-            return spares, ""
-        self._updates = 0
-        secs = expected_arrivals(durations)
-        return self._choose(spares, {self._total - count: secs[count - 1] for count in range(1, len(durations) + 1)})
-
-    def _choose(self, spares: int, secs: dict[int, float]) -> tuple[int, str]:
-        """Chooses among numbers of spares; `secs` has the expected seconds per update of each."""
-
-        def rate(choice: int) -> float:
-            # A coarse clock may measure 0 s, from which no rate follows.
-            return (self._total - choice) / secs[choice] if secs[choice] > 0.0 else 0.0
-
-        best = max(sorted(choice for choice in secs if choice <= self._max_spares), key=rate)
-        if secs[spares] <= 0.0 or rate(best) <= _HYSTERESIS * rate(spares):
-            return spares, ""
-        return best, (
-            f"{self._total - best} gradients expected every {secs[best]:.3g} s instead of {self._total - spares} every "
-            f"{secs[spares]:.3g} s"
-        )
-
-    def lost(self, spares: int, lost: Iterable[int]) -> tuple[int, str]:
-        """Raises the number of spares after a loss, if no update is possible otherwise and `max_spares` allows it.
-
-        Returns:
-          As for `updated`.
-        """
-        gone = sorted(lost)
-        if not spares < len(gone) <= self._max_spares:
-            return spares, ""
-        return len(gone), f"lost {'replica' if len(gone) == 1 else 'replicas'} {', '.join(map(str, gone))}"
+    best = max(sorted(choice for choice in secs if choice <= max_spares), key=rate)
+    return (best if 0.0 < _HYSTERESIS * rate(spares) < rate(best) else spares), secs
 
 
 class BackupWorkers(base.Aggregation):
@@ -187,7 +108,7 @@ class BackupWorkers(base.Aggregation):
         self._asked: int | Literal["auto"] = spares
         self._max_spares = max_spares
         self._spares = 0 if spares == "auto" else spares
-        self._auto: AutoSpares | None = None
+        self._updates_since_choice = 0
 
     def __repr__(self) -> str:
         most = "" if self._max_spares is None else f", max_spares={self._max_spares}"
@@ -196,9 +117,7 @@ class BackupWorkers(base.Aggregation):
     def begin(self, total_num_replicas: int, strategy: str) -> None:
         """See `Policy.begin`."""
         super().begin(total_num_replicas, strategy)
-        if self._asked == "auto":
-            most = (total_num_replicas - 1) // 2 if self._max_spares is None else self._max_spares
-            self._auto = AutoSpares(total_num_replicas, most)
+        self._most = (total_num_replicas - 1) // 2 if self._max_spares is None else self._max_spares
 
     @property
     def replicas_to_aggregate(self) -> int:
@@ -217,7 +136,7 @@ class BackupWorkers(base.Aggregation):
 
     def restore(self, state: dict[str, Any]) -> None:
         """See `Policy.restore`. There may be fewer replicas than there were."""
-        if self._auto is not None:
+        if self._asked == "auto":
             self._spares = min(state["spares"], self._total - 1)
 
     def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
@@ -234,13 +153,25 @@ class BackupWorkers(base.Aggregation):
             )
 
     def _stepped(self) -> None:
-        if self._auto:
-            durations = [self._durations[replica] for replica in self._alive()]
-            self._change(*self._auto.updated(self._spares, durations))
+        if self._asked != "auto":
+            return
+        self._updates_since_choice += 1
+        durations = [self._durations[replica] for replica in self._alive()]
+        if self._updates_since_choice < _EVERY_UPDATES or min(map(len, durations)) < _MIN_SAMPLES:
+            return
+        self._updates_since_choice = 0
+        spares, secs = best_spares(durations, self._total, self._most, self._spares)
+        self._change(
+            spares,
+            f"{self._total - spares} gradients expected every {secs[spares]:.3g} s instead of "
+            f"{self._total - self._spares} every {secs[self._spares]:.3g} s",
+        )
 
     def _shrunk(self) -> None:
-        if self._auto:
-            self._change(*self._auto.lost(self._spares, self._lost))
+        # No update is possible otherwise.
+        if self._asked == "auto" and self._spares < len(self._lost) <= self._most:
+            lost = ", ".join(map(str, sorted(self._lost)))
+            self._change(len(self._lost), f"lost {'replica' if len(self._lost) == 1 else 'replicas'} {lost}")
 
     def _change(self, spares: int, reason: str) -> None:
         if spares != self._spares:
