@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses a codec by measurement, once: `Compression("auto")`.
+"""Chooses a codec once, before the first step of a model: `Compression("auto")`.
 
-All codecs leave the forward and backward pass as they are, so what they cost and save is the time of the exchange. It
-is measured with the real workers over the real network:
+All codecs leave the forward and backward pass as they are, so what they cost and save is the time of the exchange. Two
+sums between the workers are measured, and each codec is computed from them:
 
-    first steps of `fit`                         --> seconds of a step, and its gradients
-    sum of the gradients as they are             --> seconds
-    each candidate: encode, exchange, decode     --> seconds, and the error of an update
-    the slowest worker's seconds are compared        the same choice on all workers
+    latency    = secs of a sum of 4 numbers
+    bandwidth  = bytes of the gradients / (secs of their sum as they are - latency)
+    secs       = secs to encode and decode on this worker + messages * latency + bytes of the messages / bandwidth
 
-Own loops and updates of another policy have no such steps first: there gradients are made up. Those of matrices are of
-a dense layer and a batch of 32 examples, so they have rank 32; other tensors get random numbers.
+The gradients are made up, equal on all workers. Those of matrices are of a dense layer and a batch of 32 examples, so
+they have rank 32; other tensors get random numbers.
 
-The error of an update is the share ||x - sent||^2 / ||x||^2 that a codec leaves for later. x is the gradient with the
+The error of an update is the share ||residual||^2 / ||x||^2 that a codec leaves for later. x is the gradient with the
 residual of earlier steps. With a share below 1, error feedback converges as SGD does, after a delay that grows with 1 /
 (1 - share) (Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory, arXiv 1809.07599, theorem 2.4; Karimireddy et
 al. 2019, arXiv 1901.09847).
@@ -23,12 +22,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression.codec import Codec, LocalTransport, State
+from tfdist.compression.codec import Codec
 from tfdist.compression.half_precision import HalfPrecision
 from tfdist.compression.power_sgd import PowerSGD
 from tfdist.compression.sign_sgd import SignSGD
@@ -39,11 +37,8 @@ CANDIDATES: tuple[Codec, ...] = (HalfPrecision("bfloat16"), PowerSGD(4), SignSGD
 LEAST_GAIN = 1.25
 # And save so much: shorter exchanges differ by as much from one to the next on a busy machine.
 LEAST_SAVED_SECS = 5e-3
-# And this share of a step, where its time is known: a codec that leaves something for later needs more steps.
-LEAST_SHARE_OF_STEP = 0.05
-_ROUNDS = 8
-# For so long one candidate is measured, after its first exchange.
-_MOST_SECS = 2.0
+# Sums of each size that are measured, of which the fastest counts.
+_SUMS = 3
 # Steps after which an adaptive threshold and a power iteration have settled.
 _SETTLING_STEPS = 8
 _RANK = 32
@@ -67,51 +62,44 @@ class Choice:
 def choose(
     gradients: Gradients,
     sum_all: Callable[[Gradients], Gradients],
-    transport: Any,
+    senders: Sequence[str],
     slowest: Callable[[float], float],
     error_bound: float,
-    step_secs: float | None = None,
 ) -> Choice:
-    """Measures, and chooses the fastest candidate whose error is within the bound; all workers call it alike.
+    """Chooses the fastest candidate whose error is within the bound; all workers call it alike.
 
     Args:
-      gradients: of this worker, float32, with static shapes; see `made_up`.
-      sum_all: sums gradients as they are.
-      transport: of codecs' messages; see `codec.Transport`.
+      gradients: float32, with static shapes; see `made_up`.
+      sum_all: sums gradients over the workers as they are.
+      senders: name of each worker.
       slowest: returns the largest of all workers' numbers.
       error_bound: largest share of the squared norm that an update may leave for later.
-      step_secs: of a step of this worker with gradients as they are; None if it is not known.
     """
     size = sum(each.shape.num_elements() for each in gradients)
-    step_secs = None if step_secs is None else slowest(step_secs)
-    # Counts and logs are sent with gradients as they are; beside a codec they need a sum of their own.
-    counts = [tf.zeros([4])]
-    plain = _secs(lambda: sum_all([*gradients, *counts]), slowest)
+    latency, plain = (_secs(lambda given=given: sum_all(given), slowest) for given in ([tf.zeros([4])], gradients))
+    secs_per_byte = max(plain - latency, 0.0) / _Counted(senders).add_sum(4 * size) if size else 0.0
     found: list[tuple[float, Codec]] = []
     excluded: list[str] = []
     for codec in CANDIDATES:
-        state, error = _settled(codec, gradients)
-        # Rounding and signs of random numbers differ between processors: all workers take the largest error.
-        error = slowest(error)
+        transport = _Counted(senders)
+        local, error = _alone(codec, gradients, transport)
+        messages, sent = transport.messages / _SETTLING_STEPS, transport.sent / _SETTLING_STEPS
+        # Counts and logs are sent with gradients as they are; beside a codec they need a sum of their own.
+        secs = local + (messages + 1) * latency + sent * secs_per_byte
+        # All workers choose alike, also where rounding differs between processors.
+        secs, error = slowest(secs), slowest(error)
         if error > error_bound:
             excluded.append(f"{codec!r} leaves {error:.1%} for later")
-            continue
-
-        def exchange(codec: Codec = codec, state: State = state) -> Gradients:
-            sums, _ = codec.exchange(gradients, state, transport)
-            return [*sums, *sum_all(counts)]
-
-        found.append((_secs(exchange, slowest), codec))
-    of_step = "" if step_secs is None else f", and a step {_shown(step_secs)}"
-    as_it_is = f"a sum of {size:,} values takes {_shown(plain)} as they are{of_step}"
+        else:
+            found.append((secs, codec))
+    as_it_is = f"a sum of {size:,} values takes {_shown(plain)} as they are"
     beyond = f"; beyond error_bound={error_bound:g}: {', '.join(excluded)}" if excluded else ""
     if not found:
         return Choice(None, f"none: {as_it_is}{beyond}")
     secs, fastest = min(found, key=lambda each: each[0])
-    least_saved = max(LEAST_SAVED_SECS, LEAST_SHARE_OF_STEP * (step_secs or 0.0))
-    if plain < LEAST_GAIN * secs or plain - secs < least_saved:
-        return Choice(None, f"none: {as_it_is}; a sum with the fastest codec, {fastest!r}, {_shown(secs)}{beyond}")
-    return Choice(fastest, f"{fastest!r}: {as_it_is}; a sum with it {_shown(secs)}{beyond}")
+    if plain < LEAST_GAIN * secs or plain - secs < LEAST_SAVED_SECS:
+        return Choice(None, f"none: {as_it_is}; with the fastest codec, {fastest!r}, about {_shown(secs)}{beyond}")
+    return Choice(fastest, f"{fastest!r}: {as_it_is}; with it about {_shown(secs)}{beyond}")
 
 
 def made_up(shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
@@ -128,39 +116,68 @@ def made_up(shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
     return [tf.constant(made(shape)) for shape in shapes]
 
 
-def _settled(codec: Codec, gradients: Gradients) -> tuple[State, float]:
-    """Returns the state of a codec after some steps on one worker, and its error in the last one."""
+class _Counted:
+    """Transport that sends nothing, and counts what a worker would send; all workers have the same messages.
+
+    Args:
+      senders: name of each worker.
+
+    Attributes:
+      messages: number of sums and gathers.
+      sent: bytes.
+    """
+
+    def __init__(self, senders: Sequence[str]) -> None:
+        self.senders, self.num_workers = senders, len(senders)
+        self.messages, self.sent = 0, 0.0
+
+    def add_sum(self, size: int) -> float:
+        """Adds a sum of so many bytes around a ring; returns the bytes of all messages so far."""
+        self.messages += 1
+        # Patarasuk and Yuan, 2009.
+        self.sent += 2 * (self.num_workers - 1) / self.num_workers * size
+        return self.sent
+
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        self.add_sum(flat.dtype.size * int(tf.size(flat)))
+        return flat
+
+    def gather(self, message: tf.Tensor) -> tf.Tensor:
+        self.messages += 1
+        self.sent += (self.num_workers - 1) * int(tf.size(message))
+        return tf.tile(message[tf.newaxis], [self.num_workers, 1])
+
+
+def _alone(codec: Codec, gradients: Gradients, transport: _Counted) -> tuple[float, float]:
+    """Returns the seconds of a step of the codec on this worker, and its error in the last of several steps."""
     state = codec.init([tf.TensorSpec(each.shape, each.dtype) for each in gradients])
-    sent: Gradients = []
-    before = state
+    wanted: Gradients = gradients
+    secs: list[float] = []
     for _ in range(_SETTLING_STEPS):
-        before = state
-        sent, state = codec.exchange(gradients, before, LocalTransport())
-    whole = left = 0.0
-    for index, gradient in enumerate(gradients):
-        kept = before.get(f"residual/{index}")
-        wanted = gradient if kept is None else gradient + tf.reshape(kept, gradient.shape)
-        whole += float(tf.reduce_sum(tf.square(wanted)))
-        left += float(tf.reduce_sum(tf.square(wanted - sent[index])))
-    return state, left / whole if whole else 0.0
+        residuals = [state.get(f"residual/{index}", tf.zeros([])) for index in range(len(gradients))]
+        wanted = [gradient + kept for gradient, kept in zip(gradients, residuals, strict=True)]
+        began = time.perf_counter()
+        sums, state = codec.exchange(gradients, state, transport)
+        for each in sums:
+            each.numpy()
+        secs.append(time.perf_counter() - began)
+    whole = sum(float(tf.reduce_sum(tf.square(each))) for each in wanted)
+    left = sum(float(tf.reduce_sum(tf.square(value))) for name, value in state.items() if name.startswith("residual/"))
+    return min(secs), left / whole if whole else 0.0
 
 
-def _secs(exchange: Callable[[], Gradients], slowest: Callable[[float], float]) -> float:
+def _secs(call: Callable[[], Gradients], slowest: Callable[[float], float]) -> float:
     """Returns the least of the slowest worker's seconds; the first call, which traces, does not count."""
     # As in a step, where nothing of it is Python's.
-    call = tf.function(lambda: [tf.reshape(each, [-1])[:1] for each in exchange()], autograph=False)
-    slowest(_once(call))
-    found: list[float] = []
-    while len(found) < _ROUNDS and sum(found) < _MOST_SECS:
-        found.append(slowest(_once(call)))
-    return min(found)
+    function = tf.function(lambda: [tf.reshape(each, [-1])[:1] for each in call()], autograph=False)
 
+    def once() -> float:
+        began = time.perf_counter()
+        for each in function():
+            each.numpy()
+        return slowest(time.perf_counter() - began)
 
-def _once(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    for each in call():
-        each.numpy()
-    return time.perf_counter() - began
+    return min([once() for _ in range(_SUMS + 1)][1:])
 
 
 def _shown(secs: float) -> str:

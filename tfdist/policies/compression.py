@@ -25,7 +25,7 @@ class Compression(base.Policy):
 
     Args:
       codec: a codec of `tfdist.compression`, such as `tfdist.compression.Threshold("adaptive")`; or "auto". "auto"
-        measures codecs in the first steps of `fit`, and takes the fastest, or no codec if none is faster.
+        measures the network before the first step, and takes the codec that is fastest on it, or none.
       error_bound: for "auto": largest share, in (0, 1), of an update's squared norm that is left for later steps. 0.01
         admits half precision only.
       variables: "float16" or "bfloat16": parameter servers send workers the trainable weights in this dtype. By default

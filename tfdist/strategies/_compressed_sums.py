@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of gradients under `Compression`, on one worker of a MultiWorkerMirroredStrategy.
 
-Ownership: the strategy owns one `CompressedSums`. That owns the codec, which "auto" chooses by measurement, the trial
-steps before that choice (`_Trial`), and the codec's state (`ErrorFeedback`).
+Ownership: the strategy owns one `CompressedSums`. That owns the codec, which "auto" chooses, and the codec's state
+(`ErrorFeedback`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
-from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, trained_by
 from tfdist.compression import choice
@@ -61,46 +59,21 @@ class CompressedSums:
         self.anywhere: SumGradients | None = None
         self.of_differences: SumGradients | None = None
         self._is_chosen = False
-        # While steps are made before the choice.
-        self._trial: _Trial | None = None
         if compression.codec != AUTO:
             self._use(compression.codec)
 
     def prepare(self, model: keras.Model) -> None:
         """Chooses the codec, before the first step of a built model is traced; all workers call it alike."""
         shapes = [] if self._is_chosen else _shapes_of(model)
-        if shapes:
-            with tf.init_scope():
-                gradients = choice.made_up(shapes)
-            self._choose(gradients)
-
-    def prepare_in_fit(self, model: keras.Model) -> None:
-        """Begins `fit` with trial steps, after which the codec is chosen; called in the trace of its step."""
-        if self._is_chosen or not _shapes_of(model):
+        if not shapes:
             return
-        trial = self._trial if self._trial and self._trial.model is model else _Trial(model, self._sums.in_step)
-        if train_functions.observe(model, lambda: self._is_chosen, self._after_call):
-            self._trial, self.in_step = trial, trial.sum_all
-        else:
-            self.prepare(model)
-
-    def _after_call(self, secs: float) -> None:
-        if self._trial is None:
-            return
-        self._trial.after_call(secs)
-        if self._trial.is_complete:
-            self._choose(self._trial.gradients(), statistics.median(self._trial.secs))
-
-    def _choose(self, gradients: choice.Gradients, step_secs: float | None = None) -> None:
-        # As in a step, all workers trace the exchanges alike.
-        transport = dataclasses.replace(self._anywhere, is_in_step=True)
-        how = self._sums.in_step, transport, self._slowest, self._compression.error_bound, step_secs
+        how = self._sums.in_step, self._anywhere.senders, self._slowest, self._compression.error_bound
         try:
             with tf.init_scope():
-                found = choice.choose(gradients, *how)
+                found = choice.choose(choice.made_up(shapes), *how)
         except Exception as error:
             # Errors other than TensorFlow's are sent to the other workers, which wait for this worker's measurements.
-            raise RuntimeError(f'Compression("auto"): measuring the codecs failed: {error}') from error
+            raise RuntimeError(f'Compression("auto"): measuring the exchange failed: {error}') from error
         self._say(found.reason)
         if found.codec is None:
             # Steps are those without the policy then; to count would cost some hundredths of a small one.
@@ -126,7 +99,7 @@ class CompressedSums:
             self._feedback.distribute(model, described and described["state"], arrays)
 
     def _use(self, codec: Any) -> None:
-        self._is_chosen, self._trial, self.in_step = True, None, None
+        self._is_chosen = True
         if codec is None:
             return
         self._feedback = ErrorFeedback(codec, self._anywhere)
@@ -135,67 +108,11 @@ class CompressedSums:
         self.in_step = functools.partial(self._feedback.sum_all, dataclasses.replace(self._anywhere, is_in_step=True))
 
     def _slowest(self, value: float) -> float:
-        return max(self._agreement.gather(value, "comparing the speed of codecs").values())
+        return max(self._agreement.gather(value, "comparing the speed of sums").values())
 
     def _say(self, what: str) -> None:
         if self._agreement.is_chief:
             _log.say(f'Compression("auto"): {what}')
-
-
-# Calls of the train function that are timed. All workers time as many, so that all choose after the same step.
-_CALLS = 5
-
-
-class _Trial:
-    """The first steps under `Compression("auto")`: their gradients are summed as they are, and those of the last kept.
-
-    Args:
-      model: is trained.
-      sum_dense: sums dense gradients as they are, in any context.
-
-    Attributes:
-      model: the same.
-      sum_all: sums gradients as they are, and keeps the dense ones.
-      secs: seconds of a step, by call.
-    """
-
-    def __init__(self, model: keras.Model, sum_dense: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]) -> None:
-        self.model, self._feedback = model, ErrorFeedback(_Kept())
-        self.sum_all = functools.partial(self._feedback.sum_all, sum_dense)
-        self._steps_before: int | None = None
-        self.secs: list[float] = []
-
-    @property
-    def is_complete(self) -> bool:
-        """True after enough steps."""
-        return len(self.secs) >= _CALLS
-
-    def gradients(self) -> list[tf.Tensor]:
-        """Returns this worker's gradients of the last step, float32; a value that is not finite is a zero."""
-        return [tf.constant(each) for values in self._values() for each in values[1:]]
-
-    def after_call(self, secs: float) -> None:
-        """Takes the time of a call of the train function, which may have made several steps."""
-        # Of the first optimizer.
-        steps, before = int(self._values()[0][0]), self._steps_before
-        self._steps_before = steps
-        # The first observed call follows the one that traced the step, whose steps were counted too.
-        if before is not None and steps > before:
-            self.secs.append(secs / (steps - before))
-
-    def _values(self) -> list[list[np.ndarray]]:
-        return [self._feedback.memory.collect([state])[0] for state in self._feedback.states_of(self.model)]
-
-
-class _Kept:
-    """In the place of a codec: its state is the gradients of the last step, and the number of steps."""
-
-    def init(self, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-        return [tf.zeros([], tf.int64), *(tf.zeros(spec.shape) for spec in specs)]
-
-    def exchange(self, tensors: Sequence[tf.Tensor], state: list[tf.Tensor], sum_dense: Callable[..., Any]) -> Any:
-        values = [tf.cast(each, tf.float32) for each in tensors]
-        return sum_dense(tensors), [state[0] + 1, *(tf.where(tf.math.is_finite(each), each, 0.0) for each in values)]
 
 
 def _shapes_of(model: keras.Model) -> list[tuple[int, ...]]:

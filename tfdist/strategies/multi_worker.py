@@ -191,9 +191,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             return None if is_even else Shares.of_batches(parts, lambda rows: total, self.num_replicas_in_sync)
 
         run = lambda each, given: self._run_stock(each, (given,), model=step.model)  # noqa: E731
-        super()._prepare(step.model)
-        if self._compressed:
-            self._compressed.prepare_in_fit(step.model)
+        self._prepare(step.model)
         sum_gradients = self._compressed.in_step if self._compressed else None
         times = self._times.begin(tf.stack([called, got])) if self._is_timed else None
         part = self._batch_of(handle)
