@@ -55,7 +55,7 @@ def test_as_many_tensors_travel_however_many_small_layers_there_are(strategy: An
     for kind in ("train", "test"):
         steps = [getattr(model, f"{kind}_step") for model in models]
         programs = [
-            Program(strategy, step, ((tf.constant(X), tf.constant(Y)),), {}, False, transfer=plan.fixed(64))
+            Program(strategy, step, ((tf.constant(X), tf.constant(Y)),), {}, False, transfer=plan.TransferPlan("auto"))
             for step in steps
         ]
         few, many = (_travelling(program.graph) for program in programs)
@@ -88,30 +88,13 @@ def test_the_gradient_of_a_wide_layer_is_multiplied_where_its_kernel_is(
         model = _wide(keras.optimizers.SGD(0.01))
     model.optimizer.build(model.trainable_variables)
     batch = next(iter(strategy.experimental_distribute_dataset(_wide_data(rows, drop_remainder=True))))
-    graph = Program(strategy, model.train_step, (batch,), {}, worker_fed=True, transfer=plan.fixed(64)).graph
+    graph = Program(strategy, model.train_step, (batch,), {}, worker_fed=True, transfer=plan.TransferPlan("auto")).graph
     products = [
         operation
         for operation in graph.get_operations()
         if operation.type == "MatMul" and operation.outputs[0].shape == (300, 400) and operation.outputs[0].consumers()
     ]
     assert [_is_on_server(operation) for operation in products] == [is_there]
-
-
-@pytest.mark.parametrize("kind", ["train", "test"])
-@pytest.mark.parametrize(("rows", "num_travelling"), [(32, {"train": 0, "test": 0}), (64, {"train": 1, "test": 0})])
-def test_the_kernel_of_a_wide_layer_stays_where_it_is(
-    strategy: Any, kind: str, rows: int, num_travelling: dict[str, int]
-) -> None:
-    """With 64 rows the second layer's does not: it is multiplied with them twice, for the inputs' gradient too."""
-    with strategy.scope():
-        model = _wide(keras.optimizers.SGD(0.01))
-    model.optimizer.build(model.trainable_variables)
-    batch = next(iter(strategy.experimental_distribute_dataset(_wide_data(rows, drop_remainder=True))))
-    graph = Program(
-        strategy, getattr(model, f"{kind}_step"), (batch,), {}, worker_fed=True, transfer=plan.fixed(64)
-    ).graph
-    kernels = [shape for shape in _travelling_shapes(graph).values() if shape in ((300, 400), (400, 350))]
-    assert len(kernels) == num_travelling[kind]
 
 
 # An update by the gradient alone, by its norm as well, and by its scale. Momentum and averages come after that.
@@ -158,7 +141,7 @@ def test_rows_of_a_table_are_gathered_where_it_is(strategy: Any) -> None:
         model = _with_table(5000)
     with tf.distribute.get_strategy().scope():
         alone = _with_table(5000)
-    for transfer, is_gathered in ((plan.fixed(64), True), (plan.plain(), False)):
+    for transfer, is_gathered in ((plan.TransferPlan("auto"), True), (plan.TransferPlan("plain"), False)):
         data = tf.constant(ids), tf.constant(Y)
         program = Program(strategy, model.train_step, (data,), {}, worker_fed=False, transfer=transfer)
         shapes = _travelling_shapes(program.graph).values()

@@ -104,13 +104,13 @@ def test_each_part_computes_on_its_device(
 # Numbers.
 
 
-@pytest.mark.parametrize("transfer", ["products", pytest.param("plain", marks=pytest.mark.slow)])
-def test_products_on_servers_and_plain_transfer(
-    strategy: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, transfer: str
+@pytest.mark.slow
+def test_a_plain_transfer_trains_as_on_one_device(
+    strategy: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tfdist.engines.transfer import plan
 
-    chosen = plan.fixed(64) if transfer == "products" else plan.plain()
+    chosen = plan.TransferPlan("plain")
     monkeypatch.setattr(strategy, "_transfer", chosen)
     for policies in ((tfdist.BackupWorkers(spares=0),), ()):
         spanning = with_policies(*policies)

@@ -28,23 +28,21 @@ print("TRANSFER", strategy.report().transfer, flush=True)
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("num_workers", "policies", "transfer", "said", "times_measured"),
+    ("num_workers", "policies", "transfer", "said"),
     [
-        (1, "[]", "plain", 'TRANSFER each variable and gradient sent whole (transfer="plain")', 0),
+        (1, "[]", "plain", "each variable and gradient sent whole"),
         # `parameter_server_tensors_checks.py` and `server_parts_checks.py` have these.
         pytest.param(
-            *(2, "[tfdist.BackupWorkers(spares=0)]", "plain", "TRANSFER each variable and gradient sent whole", 0),
+            *(2, "[tfdist.BackupWorkers(spares=0)]", "plain", "each variable and gradient sent whole"),
             marks=pytest.mark.slow,
         ),
-        pytest.param(1, "[]", "auto", "TRANSFER embedding rows gathered at the table", 1, marks=pytest.mark.slow),
-        (2, "[tfdist.BackupWorkers(spares=0)]", "auto", "TRANSFER embedding rows gathered at the table", 1),
+        (1, "[]", "auto", "embedding rows gathered at the table"),
     ],
 )
 def test_a_wide_layer_trains_as_on_one_device(
-    num_workers: int, policies: str, transfer: str, said: str, times_measured: int, tmp_path: pathlib.Path
+    num_workers: int, policies: str, transfer: str, said: str, tmp_path: pathlib.Path
 ) -> None:
     script = SCRIPT.format(num_workers=num_workers, policies=policies, transfer=transfer)
     with programs.running(script, tmp_path) as program:
         assert program.wait(200) == 0, program.output
-    assert said in program.output
-    assert program.output.count("tfdist: transfer: ") == times_measured
+    assert f"TRANSFER {said}" in program.output

@@ -96,7 +96,7 @@ class AsynchronousEngine(Engine):
         self.num_workers = num_workers
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.data_service_address = data_service_address
-        self.programs = Programs(strategy, self.coordinator, transfer or plan.plain())
+        self.programs = Programs(strategy, self.coordinator, transfer or plan.TransferPlan("plain"))
         # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
         self.window = 2 * num_workers + 1
         # Called before a step is queued; another engine that occupies the workers' threads returns them then.

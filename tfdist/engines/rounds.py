@@ -474,11 +474,14 @@ class RoundStep:
 
     def _contribute(self, batch: Any) -> list[tf.Tensor]:
         worker = self._strategy.extended.worker_devices[0]
-        with self._as_replica(worker), self._transfer.contributing(self.model, worker):
-            rows = splitting.rows(batch)
-            with coordinated_variable.watched(self._step.written_past_keras):
-                contribution = placement.followed_by_strategy(self._strategy, self._step.contribute)(batch)
-        contribution = self._transfer.placed(contribution, rows)
+        contribute = placement.followed_by_strategy(self._strategy, self._step.contribute)
+        with (
+            self._as_replica(worker),
+            self._transfer.contributing(self.model, worker),
+            coordinated_variable.watched(self._step.written_past_keras),
+        ):
+            contribution = contribute(batch)
+        self._transfer.place()
         if self._encoding is not None:
             with self._as_replica(worker):
                 gradients = encoding.unscaled(contribution.gradients, self._step.targets())

@@ -94,7 +94,7 @@ class Program:
         # A batch that a custom loop has taken on a worker may be given to a second function.
         self._keeps_batch = self._worker_fed and is_other
         self._packing = Packing()
-        self._transfer = transfer or plan.plain()
+        self._transfer = transfer or plan.TransferPlan("plain")
         self.accumulation = accumulation
         self.run = self.run_silently = self._trace(self._on_worker)
         self._several: Callable[..., list[tf.Tensor]] | None = None
@@ -296,10 +296,10 @@ class Program:
             sending(model, worker) if sending else contextlib.nullcontext(),
             transforms.alone(model, facts) if kind == "train" else transforms.refused(self._fn, args, kwargs),
         ):
-            rows = splitting.rows(batch)
             fn = self._fn if kind == "other" else tf.autograph.experimental.do_not_convert(self._fn)
             result = placement.followed_by_strategy(self._strategy, fn)(*args, **kwargs)
-        return self._transfer.placed(result, rows)
+        self._transfer.place()
+        return result
 
 
 def _facts(batch: Any, optimizer: Any, grads: Sequence[Any]) -> dict[str, Any]:

@@ -79,9 +79,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
       num_ps: Parameter servers to start where there is no cluster; 1 by default.
       start_timeout_secs: Longest wait for the start of the other tasks.
       stall_timeout_secs: Longest wait for lost tasks without which training can't continue.
-      transfer: How variables and gradients are sent. `"auto"` sends small ones together, and multiplies with large
-        kernels on the parameter servers where a short measurement shows that this is faster. `"plain"` sends them as
-        stock TensorFlow does.
+      transfer: How variables and gradients are sent. `"auto"` sends small ones together, of embeddings the rows of a
+        step, and gradients of large kernels as factors. `"plain"` sends them as stock TensorFlow does.
       devices_per_replica: Number of a worker's devices that compute a step together, each a part of the model's layers
         (`tfdist.placement`, `tfdist.split`). They are its first GPUs, or logical CPUs where it has none. The variables
         are on the parameter servers; each part reads its own.
@@ -179,8 +178,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _start_engine(self, data_sharding: str, transfer: str, stall_timeout_secs: float) -> None:
         """Starts the engine that runs all functions on the workers."""
-        has_gpu = "GPU" in self.extended.worker_devices[0].upper()
-        self._transfer = transfer_plan.choose_plan(transfer, self._num_workers, self._num_ps, has_gpu)
+        self._transfer = transfer_plan.TransferPlan(transfer)
         self._engine = AsynchronousEngine(
             self,
             self._num_workers,
@@ -208,7 +206,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             compression = composed.compression
             memory = self._worker_memory(stall_timeout_secs, "/device:CPU:0")
             encoding = Encoding(compression.codec, memory, self._num_workers, compression.variables)
-            self._sending = transfer_plan.encoded(transfer, encoding)
+            self._sending = transfer_plan.TransferPlan(transfer, encoding)
             self.distribution.bytes_sent = encoding.bytes_sent
             of_workers["Compression"] = encoding.feedback
         if aggregation is not None:

@@ -25,7 +25,6 @@ NEEDS = (
     "tensorflow.python.ops.control_flow_v2_func_graphs:WhileCondFuncGraph",
     "tensorflow.python.framework.ops:Operation._add_control_input",
     "tensorflow.python.framework.ops:Operation._set_device",
-    "tensorflow.python.framework.ops:Operation._update_input",
     "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_flat",
     "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
     "tensorflow.python.autograph.core.config:CONVERSION_RULES",
@@ -90,11 +89,6 @@ def in_dataset_function() -> bool:
 def wait_for_operation(operation: tf.Operation, other: tf.Operation) -> None:
     """Makes an operation begin after another one has ended."""
     operation._add_control_input(other)
-
-
-def give_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Gives an operation this tensor as the input of this index."""
-    operation._update_input(index, tensor)
 
 
 def place_operation(operation: tf.Operation, device: str) -> None:

@@ -1,26 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with the kernel of a large dense layer are made where the kernel is, once a step is traced.
+"""Rewrites of a Keras step while it is traced, so that less crosses the network between worker and parameter servers.
 
-With few examples the layer's inputs and outputs are far smaller than its kernel. So a worker sends the inputs and gets
-the outputs, instead of the kernel. Likewise it sends the gradient of the outputs and gets that of the inputs. The
-kernel is read once for both, as ever: that another worker updates it in between makes no difference to this step.
-
-    worker                            parameter server
-      inputs (n, i)          -->        read the kernel (i, o), multiply
-      outputs (n, o)         <--
-      gradient of the
-      outputs (n, o)         -->        multiply with what was read
-      gradient of the
-      inputs (n, i)          <--
-
-Together with `Factors` the kernel never leaves its parameter server.
+Gradients of large kernels are sent as factors, rows of embeddings are gathered at the table, and small variables are
+sent together.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,177 +20,6 @@ from tfdist.compat.keras.optimizers import UPDATE, optimizers_of, parts_of, patc
 from tfdist.compat.tensorflow import graphs, replicas, variables
 from tfdist.tables.coordinated_variable import CoordinatedVariable
 from tfdist.transport.bundles import Bundles, is_small
-
-
-def _is_server(device: str) -> bool:
-    return tf.DeviceSpec.from_string(device).job == "ps"
-
-
-def at_the_kernel(
-    graph: Any,
-    result: Any,
-    most_rows: Callable[[int, int], int],
-    batch_rows: tf.Tensor | None = None,
-    is_server: Callable[[str], bool] = _is_server,
-) -> Any:
-    """Places products of a kernel with matrices of few rows on the device of the kernel.
-
-    Args:
-      graph: the default graph, whose variables are captured, as it is being traced.
-      result: what the step returns, a structure.
-      most_rows: given the shape of a kernel, returns the most rows that are multiplied where it is.
-      batch_rows: the number of the step's examples, int64, a scalar of the graph. Where the rows of matrices are not
-        known while tracing, but are examples, it is by this number that it is decided when they come: what comes from
-        the examples is there only after the layers below, and until then the kernel could be on its way.
-      is_server: whether a device is one of a parameter server. The chief has other things to do.
-
-    Returns:
-      What the step is to return instead of `result`.
-    """
-    replaced: dict[Any, tf.Tensor] = {}
-    for device, kernels in _large_matrices(graph, is_server):
-        found = [_product(*user) for kernel in kernels for user in _users(kernel, kernel, device)]
-        products = [product for product in found if product is not None]
-        if not products or len(products) < len(found):
-            continue
-        rows = [product.matrix.shape[0] for product in products]
-        known, unknown = sum(each or 0 for each in rows), rows.count(None)
-        most = most_rows(*kernels[0].shape)
-        if known + USUAL_ROWS * unknown > most:
-            continue
-        if not unknown:
-            for product in products:
-                product.move(device)
-        elif batch_rows is not None and _rows_are_examples(products[rows.index(None)].matrix):
-            with tf.device(batch_rows.device):
-                are_few = known + batch_rows * unknown <= most
-            parts = {kernel.ref(): _all_or_nothing(kernel, are_few, device) for kernel in kernels}
-            for product in products:
-                replaced[product.old.ref()] = product.made_where(are_few, parts[product.kernel.ref()], device)
-    if not replaced:
-        return result
-    return tf.nest.map_structure(
-        lambda leaf: replaced.get(leaf.ref(), leaf) if tf.is_symbolic_tensor(leaf) else leaf,
-        result,
-        expand_composites=True,
-    )
-
-
-def _large_matrices(graph: Any, is_server: Callable[[str], bool]) -> Iterator[tuple[str, list[tf.Tensor]]]:
-    """Each large variable that is a matrix: where it is, and the reads of it."""
-    devices = {
-        inner.ref(): outer.device
-        for outer, inner in graph.captures
-        if outer.dtype == tf.resource and is_server(outer.device)
-    }
-    reads: dict[Any, list[tf.Tensor]] = {handle: [] for handle in devices}
-    for operation in graph.get_operations():
-        if operation.type == "ReadVariableOp" and operation.inputs[0].ref() in reads:
-            reads[operation.inputs[0].ref()].append(operation.outputs[0])
-    for handle, values in reads.items():
-        if values and values[0].shape.rank == 2 and values[0].shape.is_fully_defined() and not is_small(values[0]):
-            yield devices[handle], values
-
-
-def _rows_are_examples(matrix: tf.Tensor) -> bool:
-    """Returns True if each row is one example: no operation before it reshapes an example into several rows."""
-    found, to_do = {matrix.op}, [matrix.op]
-    while to_do:
-        operation = to_do.pop()
-        if operation.type == "Reshape" and not _keeps_rows(operation.inputs[0].shape, operation.outputs[0].shape):
-            return False
-        before = {tensor.op for tensor in operation.inputs} - found
-        found |= before
-        to_do += before
-    return True
-
-
-def _keeps_rows(before: tf.TensorShape, after: tf.TensorShape) -> bool:
-    if before.is_fully_defined():
-        return True  # of no examples
-    sizes = [shape[1:].num_elements() if shape.rank else None for shape in (before, after)]
-    return None not in sizes and sizes[0] == sizes[1]
-
-
-def _users(read: tf.Tensor, copy: tf.Tensor, device: str) -> Iterator[tuple[tf.Operation, tf.Tensor, tf.Tensor]]:
-    """Yields (operation, copy, read) for each operation on another device that uses a copy of a variable's read."""
-    for operation in copy.consumers():
-        if operation.type == "Identity":
-            yield from _users(read, operation.outputs[0], device)
-        elif operation.device != device:
-            yield operation, copy, read
-
-
-def _product(operation: tf.Operation, copy: tf.Tensor, read: tf.Tensor) -> Product | None:
-    if operation.type != "MatMul" or operation.get_attr("transpose_a"):
-        return None
-    matrix, factor = operation.inputs
-    return Product(operation, read) if factor is copy and matrix is not copy and matrix.shape[1] else None
-
-
-def _all_or_nothing(kernel: tf.Tensor, is_nothing: tf.Tensor, device: str) -> tf.Tensor:
-    # A conditional around the sending would have both sides wait for each other's decision. A slice is no copy.
-    with tf.device(device):
-        part = kernel[: kernel.shape[0] * (1 - tf.cast(is_nothing, tf.int32))]
-        # A number of rows that is found out while tracing does not fit the product in the branch that is not taken.
-        return tf.raw_ops.PlaceholderWithDefault(input=part, shape=[None, kernel.shape[1]])
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """An operation that multiplies a matrix by a kernel, or by the transposed kernel.
-
-    Attributes:
-      operation: a "MatMul" on the worker.
-      kernel: what was read of the variable.
-    """
-
-    operation: tf.Operation
-    kernel: tf.Tensor
-
-    @property
-    def matrix(self) -> tf.Tensor:
-        """Tensor that is multiplied by the kernel; it changes if another product, now replaced, made it."""
-        return self.operation.inputs[0]
-
-    @property
-    def old(self) -> tf.Tensor:
-        """Result of the original product."""
-        return self.operation.outputs[0]
-
-    def move(self, device: str) -> None:
-        """Places the product on a device, and has it read the kernel itself, not a copy on another device."""
-        graphs.give_input(self.operation, 1, self.kernel)
-        graphs.place_operation(self.operation, device)
-
-    def made_where(self, are_few: tf.Tensor, kernel_or_nothing: tf.Tensor, device: str) -> tf.Tensor:
-        """Places the product on the device of the kernel if its rows are few, else on this one.
-
-        Args:
-          are_few: whether they are.
-          kernel_or_nothing: without rows if they are few.
-          device: where the kernel is.
-
-        Returns:
-          Replacement for each consumer of `old`.
-        """
-        here, users, matrix = self.operation.device, self.old.consumers(), self.matrix
-        with tf.device(here):
-            sent = matrix[: tf.shape(matrix)[0] * tf.cast(are_few, tf.int32)]
-        graphs.give_input(self.operation, 0, sent)
-        self.move(device)
-        transpose = self.operation.get_attr("transpose_b")
-        with tf.device(here):
-            # A part of a conditional is where its inputs come from.
-            there, matrix, kernel = (tf.identity(each) for each in (self.old, matrix, kernel_or_nothing))
-            new = tf.cond(are_few, lambda: there, lambda: tf.matmul(matrix, kernel, transpose_b=transpose))
-        new.set_shape(self.old.shape)
-        for user in users:
-            for index, given in enumerate(user.inputs):
-                if given is self.old:
-                    graphs.give_input(user, index, new)
-        return new
-
 
 # The gradient of a large dense layer's kernel is multiplied where the kernel is, while a Keras step is traced.
 #
@@ -224,13 +41,16 @@ class Product:
 
 # The product has to be at least so much larger than its factors.
 _LEAST_SAVING = 2
+# Of a gradient each element that is not sent saves 4 bytes, and costs the server 2 operations for each row. With more
+# rows a server of 40 GFLOP/s would multiply for longer than it receives at 10 Gbit/s.
+MOST_ROWS = 64
 # Number of rows where it is not known: Keras' default size of a batch.
-USUAL_ROWS = 32
+_USUAL_ROWS = 32
 
 
-def saving_rows(inputs: int, outputs: int) -> int:
-    """Up to so many rows, two matrices are far smaller than their product of shape (inputs, outputs)."""
-    return inputs * outputs // (_LEAST_SAVING * (inputs + outputs))
+def _most_rows(inputs: int, outputs: int) -> int:
+    """Returns the most rows of factors that are sent in place of a gradient of shape (inputs, outputs)."""
+    return min(MOST_ROWS, inputs * outputs // (_LEAST_SAVING * (inputs + outputs)))
 
 
 class Factors(NamedTuple):
@@ -283,13 +103,8 @@ def _outer_product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return tf.matmul(left, right, transpose_a=True)
 
 
-def factors_of(gradient: tf.Tensor, most_rows: Callable[[int, int], int]) -> Factors | None:
-    """Returns the factors of a gradient, if sending them may be better than sending the gradient.
-
-    Args:
-      gradient: a tensor of the graph that is being traced.
-      most_rows: given the shape of a large gradient, returns the most rows of factors that are sent instead.
-    """
+def factors_of(gradient: tf.Tensor) -> Factors | None:
+    """Returns the factors of a gradient of the graph that is being traced, if sending them may be better."""
     if not tf.is_symbolic_tensor(gradient) or gradient.graph is not tf.compat.v1.get_default_graph():
         return None
     product = gradient.op
@@ -299,8 +114,8 @@ def factors_of(gradient: tf.Tensor, most_rows: Callable[[int, int], int]) -> Fac
     if is_small(gradient) or any(each.shape.rank != 2 or each.shape[1] is None for each in product.inputs):
         return None
     left, right = product.inputs
-    factors = Factors(left, right, most_rows(left.shape[1], right.shape[1]))
-    rows = USUAL_ROWS if factors.rows is None else factors.rows
+    factors = Factors(left, right, _most_rows(left.shape[1], right.shape[1]))
+    rows = _USUAL_ROWS if factors.rows is None else factors.rows
     return factors if rows <= factors.most_rows else None
 
 
@@ -345,18 +160,17 @@ _MOST_ELEMENTS_READ = 1 << 14
 
 
 @contextlib.contextmanager
-def travel_together(model: keras.Model, worker: str, most_rows: Callable[[int, int], int]) -> Iterator[None]:
+def travel_together(model: keras.Model, worker: str) -> Iterator[None]:
     """Within this block, a train step of `model` reads small weights, and sends their gradients, together.
 
     Args:
       model: a model that is built.
       worker: the device that the step is traced for.
-      most_rows: see `factors_of`.
     """
     optimizers = optimizers_of(model)
     found = [part for optimizer in optimizers for part in parts_of(optimizer)]
     optimizers = {id(each): each for each in found if hasattr(each, UPDATE)}.values()
-    updates = [(each, UPDATE, _update(each, worker, most_rows)) for each in optimizers]
+    updates = [(each, UPDATE, _update(each, worker)) for each in optimizers]
     with read_together(model, worker), patched_attributes(updates):
         yield
 
@@ -446,7 +260,7 @@ def _read(
         return zip(group, [tf.cast(value, dtype) for value in values], strict=True)
 
 
-def _update(optimizer: Any, worker: str, most_rows: Callable[[int, int], int]) -> Callable[..., None]:
+def _update(optimizer: Any, worker: str) -> Callable[..., None]:
     original = getattr(optimizer, UPDATE)
 
     def update(distribution: Any, grads_and_vars: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
@@ -457,7 +271,7 @@ def _update(optimizer: Any, worker: str, most_rows: Callable[[int, int], int]) -
             if isinstance(gradient, tf.Tensor) and type(variable) is CoordinatedVariable
         ]
         devices = [pairs[index][1].device for index in dense]
-        gradients = _sent([pairs[index][0] for index in dense], devices, worker, most_rows)
+        gradients = _sent([pairs[index][0] for index in dense], devices, worker)
         for index, gradient in zip(dense, gradients, strict=True):
             pairs[index] = gradient, pairs[index][1]
         original(distribution, pairs, learning_rate)
@@ -465,11 +279,9 @@ def _update(optimizer: Any, worker: str, most_rows: Callable[[int, int], int]) -
     return update
 
 
-def _sent(
-    gradients: Sequence[tf.Tensor], devices: Sequence[str], worker: str, most_rows: Callable[[int, int], int]
-) -> list[tf.Tensor]:
+def _sent(gradients: Sequence[tf.Tensor], devices: Sequence[str], worker: str) -> list[tf.Tensor]:
     """The gradients as they are on these devices, or on the worker, where each of them is sent by itself."""
-    factors = [factors_of(gradient, most_rows) for gradient in gradients]
+    factors = [factors_of(gradient) for gradient in gradients]
     # A worker may span several devices.
     homes = [home or worker for home in replicas.homes_of(tf.distribute.get_strategy(), gradients)]
     parts = []
