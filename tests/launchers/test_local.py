@@ -83,12 +83,6 @@ def test_the_text_of_a_plan_runs_in_a_shell(script):
     assert done.stdout.splitlines() == [f"worker:{i} [\"it's\", 'a\\nb']" for i in (0, 1)]
 
 
-@pytest.mark.parametrize(("num_ps", "names"), [(0, {"worker:0", "worker:1", "worker:2"}), (2, {"chief:0"})])
-def test_whose_success_decides(num_ps, names):
-    job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps)
-    assert local.plan(job, range(1, 1 + job.num_ports)).deciding == names
-
-
 @pytest.mark.parametrize("num_ps", [0, 1])
 def test_planned_clusters_suit_the_strategy(num_ps):
     job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps)
@@ -183,13 +177,6 @@ def test_a_module_runs_too(script):
 
 
 @pytest.mark.processes
-def test_flags_may_come_from_a_file(script):
-    code, out, _ = launch("--flagfile=launch/local.flags", "--num_workers=1", script("print('here')"))
-    assert code == 0
-    assert sorted(out.splitlines()) == ["[chief:0] here", "[ps:0] here", "[worker:0] here"]
-
-
-@pytest.mark.processes
 def test_the_front_in_the_checkout_is_the_same_command(script, tmp_path):
     front = [sys.executable, str(ROOT / "launch" / "local.py"), "--num_workers=1", script("print('here')")]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -241,12 +228,6 @@ def test_a_signal_that_ends_a_task_is_128_and_its_number(script):
 
 
 @pytest.mark.processes
-def test_without_a_chief_all_workers_have_to_succeed(script):
-    path = script("sys.stdin.read(); sys.exit(4 if name == 'worker:1' else 0)")
-    assert launch("--num_workers=2", path)[0] == 4
-
-
-@pytest.mark.processes
 def test_after_the_chief_succeeded_the_others_are_given_time_and_then_ended(script):
     stubborn = "signal.signal(15, signal.SIG_IGN)\nwhile name != 'chief:0': signal.pause()"
     assert launch("--num_workers=1", "--num_ps=1", "--grace_period_secs=0.2", script(stubborn)) == (0, "", "")
@@ -274,16 +255,6 @@ os._exit(5)
 @pytest.mark.processes
 def test_others_that_end_badly_because_the_chief_succeeded_decide_nothing(script):
     assert launch("--num_workers=2", "--num_ps=1", "--grace_period_secs=30", script(VANISHING_CHIEF)) == (0, "", "")
-
-
-@pytest.mark.processes
-def test_a_worker_that_fails_before_the_chief_is_done_decides(script):
-    assert (
-        launch(
-            "--num_ps=1", "--max_worker_restarts=1", script("sys.exit(6) if name == 'worker:0' else signal.pause()")
-        )[0]
-        == 6
-    )
 
 
 @pytest.mark.processes

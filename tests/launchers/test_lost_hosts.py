@@ -18,7 +18,7 @@ from tfdist.launchers.ssh import launcher as ssh
 from tfdist.launchers.ssh import task as ssh_task
 from tfdist.launchers.ssh.launcher import Host
 from tfdist.launchers.supervise import attempts, notices
-from tfdist.launchers.supervise.processes import Tracebacks
+from tfdist.launchers.supervise.output import Tracebacks
 
 AWAY = "ssh: connect to host beta port 22: Connection timed out"
 

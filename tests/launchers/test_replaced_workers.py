@@ -83,19 +83,6 @@ else: signal.pause()
     assert [(folder / name).read_text().split()[1] for name in ("stdout.log", "stdout.1.log")] == ["0", "1"]
 
 
-def test_a_worker_that_fails_on_every_start_fails_the_job(launch):
-    text = "sys.exit(f'no data here {restart}') if name == 'worker:1' else signal.pause()"
-    code, _, err = launch(text, *PS, "--max_worker_restarts=2")
-    assert code == 1
-    assert said(err) == [
-        "worker:1 failed (exit code 1, failure 1 in a row); starting it again",
-        "worker:1 failed (exit code 1, failure 2 in a row); starting it again",
-        "worker:1 is given up (exit code 1, failure 3 in a row)",
-        "worker:1 failed first (exit code 1); all tasks have ended",
-    ]
-    assert "tfdist:   no data here 2" in err
-
-
 def test_a_worker_that_can_not_come_up_is_left_out(launch):
     """Although no restart is allowed: it is another cluster, and no failure of this one."""
     text = """
@@ -114,16 +101,6 @@ else: signal.pause()
         "worker:1 failed first (exit code 6); all tasks have ended",
         "going on with 2 of 3 workers, numbered anew, without worker:1: starting all tasks again",
     ]
-
-
-def test_below_the_least_number_of_workers_the_job_fails(launch):
-    text = "sys.exit(6) if name == f'worker:{len(workers) - 1}' else signal.pause()"
-    code, _, err = launch(text, *PS, "--num_workers=3", "--min_workers=2", "--max_worker_restarts=0")
-    assert code == 6
-    assert [line for line in said(err) if "going on" in line] == [
-        "going on with 2 of 3 workers, numbered anew, without worker:2: starting all tasks again"
-    ]
-    assert said(err)[-1] == "worker:1 failed first (exit code 6); all tasks have ended"
 
 
 @pytest.mark.parametrize(("victim", "code"), [("ps:0", 4), ("chief:0", 5)])
@@ -200,65 +177,3 @@ def test_the_first_worker_is_left_out_and_the_next_one_leads(launch):
         "worker:0 failed first (exit code 4); all tasks have ended",
         "going on with 2 of 3 workers, numbered anew, without worker:0: starting all tasks again",
     ]
-
-
-def test_the_last_restart_shows_who_can_not_come_back(launch):
-    """With the default of --max_worker_restarts; the smaller cluster may fail as often as the whole one."""
-    text = BAD + "elif attempt == 2: sys.exit(75)\nelif attempt == 3: sys.exit(5)\n"
-    flags = ("--num_workers=3", "--restart_backoff_secs=0", "--min_workers=2", "--max_restarts=1")
-    code, _, err = launch(text, *flags)
-    assert code == 0
-    assert [line for line in said(err) if "again" in line] == [
-        "starting all tasks again in 0 s (restart 1 of 1)",
-        "going on with 2 of 3 workers, numbered anew, without worker:0: starting all tasks again",
-        "starting all tasks again in 0 s (preemption 1)",
-        "starting all tasks again in 0 s (restart 1 of 1)",
-    ]
-
-
-@pytest.mark.parametrize("flags", [(), ("--min_workers=3",)])
-def test_without_leave_to_be_fewer_the_job_fails(launch, flags):
-    code, _, err = launch(BAD, *ALL_REDUCE, "--max_restarts=2", *flags)
-    assert code == 4
-    assert [line for line in said(err) if "again" in line] == [
-        *(f"starting all tasks again in 0 s (restart {n} of 2)" for n in (1, 2)),
-        "not starting again: --max_restarts=2 is used up",
-    ]
-
-
-def test_workers_that_fail_in_turns_are_not_left_out(launch):
-    text = "sys.exit(4) if task['index'] == attempt else signal.pause()"
-    code, _, err = launch(text, *ALL_REDUCE, "--min_workers=1", "--max_restarts=2")
-    assert code == 4
-    assert said(err)[-2:] == [
-        "worker:2 failed first (exit code 4); all tasks have ended",
-        "not starting again: --max_restarts=2 is used up",
-    ]
-    assert not any("going on" in line for line in err)
-
-
-def test_one_after_the_other_is_left_out_down_to_the_least_number(launch):
-    text = "sys.exit(len(workers)) if task['index'] == 1 or len(workers) == 1 else signal.pause()"
-    code, _, err = launch(text, *ALL_REDUCE, "--min_workers=1", "--max_restarts=1")
-    assert code == 1
-    assert [line for line in said(err) if "going on" in line] == [
-        f"going on with {left} of 3 workers, numbered anew, without {names}: starting all tasks again"
-        for left, names in ((2, "worker:1"), (1, "worker:1, worker:2"))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--min_workers=0", "--num_ps=1"), "--min_workers is out of range; use 1 to --num_workers=2. Received: 0"),
-        (("--min_workers=3", "--num_ps=1"), "--min_workers is out of range; use 1 to --num_workers=2. Received: 3"),
-        (
-            ("--min_workers=1",),
-            "--min_workers has no effect without a restart, where there is no parameter server; add",
-        ),
-    ],
-)
-def test_a_number_that_makes_no_sense_is_one_line(launch, flags, words):
-    code, out, err = launch("", *flags)
-    assert (code, out, len(err)) == (2, [], 1)
-    assert err[0].startswith(f"tfdist: {words}")

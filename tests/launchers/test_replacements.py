@@ -20,7 +20,7 @@ from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh import launcher as ssh
 from tfdist.launchers.ssh.launcher import Host
 from tfdist.launchers.supervise import attempts, verdict
-from tfdist.launchers.supervise.processes import Tracebacks
+from tfdist.launchers.supervise.output import Tracebacks
 from tfdist.launchers.supervise.replacements import FailureRows, Replacements
 
 # The rule.
@@ -273,7 +273,7 @@ def job_of(monkeypatch, outcomes, num_ps, **restarts):
             return outcomes.pop(0)
 
     monkeypatch.setattr(attempts, "Attempt", Scripted)
-    settings = Restarts(backoff_secs=0.0, min_workers=2, **restarts)
+    settings = Restarts(**{"backoff_secs": 0.0, "min_workers": 2, **restarts})
     job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps, restarts=settings)
     planned = functools.partial(local.plan, job, range(1, 7))
     code = attempts.run_tasks(planned(), replan=lambda dropped: planned(dropped=dropped))
@@ -295,6 +295,22 @@ def test_an_attempt_in_which_all_had_come_up_forgives_earlier_failures(monkeypat
     assert (ended, crews) == (0, [["1", "2", "3"]] * 6)
     _, crews = job_of(monkeypatch, [soon, soon, soon, WELL], 0, max_restarts=9, max_worker_restarts=2)
     assert crews == [["1", "2", "3"]] * 3 + [["1", "3"]]
+
+
+@pytest.mark.parametrize(
+    ("failing", "restarts", "code", "crews"),
+    [
+        # With fewer restarts of all tasks than of one worker, the last of them shows which one can't come back.
+        (["worker:0"] * 2, {"max_restarts": 1}, 0, ["123", "123", "23"]),
+        (["worker:0"] * 3, {"max_restarts": 2, "min_workers": None}, 6, ["123"] * 3),
+        (["worker:0", "worker:1", "worker:2"], {"max_restarts": 2, "min_workers": 1}, 6, ["123"] * 3),
+        (["worker:1"] * 4, {"max_restarts": 1, "min_workers": 1}, 0, ["123", "123", "13", "13", "1"]),
+        (["worker:1"] * 4, {"max_restarts": 1}, 6, ["123", "123", "13", "13"]),
+    ],
+)
+def test_workers_of_each_attempt_of_an_all_reduce(monkeypatch, failing, restarts, code, crews):
+    outcomes = [*(failure(name, SOON) for name in failing), WELL]
+    assert job_of(monkeypatch, outcomes, 0, **restarts) == (code, [list(crew) for crew in crews])
 
 
 def test_a_preemption_is_no_failure_of_a_worker(monkeypatch):

@@ -69,16 +69,6 @@ if attempt == 0:
 
 
 @pytest.mark.processes
-def test_when_no_restart_is_left_the_code_of_the_last_failure_is_returned(launch):
-    code, out, err = launch("print(attempt)\nsys.exit(10 + attempt)", "--num_workers=1", "--max_restarts=1")
-    assert (code, out) == (11, ["[worker:0] 0", "[worker:0] 1"])
-    assert err[-2:] == [
-        "tfdist: worker:0 failed first (exit code 11); all tasks have ended",
-        "tfdist: not starting again: --max_restarts=1 is used up",
-    ]
-
-
-@pytest.mark.processes
 def test_preemptions_are_no_failures(launch):
     code, out, err = launch(
         "print(attempt)\nsys.exit([75, 75, 1, 75, 0][attempt])", "--num_workers=1", "--max_restarts=1"
@@ -88,27 +78,6 @@ def test_preemptions_are_no_failures(launch):
     code, out, err = launch("print(attempt)\nsys.exit(75)", "--num_workers=1", "--max_preemptions=2")
     assert (code, len(out)) == (75, 3)
     assert err[-1] == "tfdist: not starting again: --max_preemptions=2 is used up"
-
-
-@pytest.mark.processes
-def test_who_says_again_because_another_failed_is_not_the_cause(launch):
-    """The worker ends first, for it has heard of the chief's error, and the chief takes its time to end."""
-    text = """
-import time
-if name == "worker:0":
-    open("pid", "w").write(str(os.getpid()))
-    os.rename("pid", "ready")
-    sys.exit(75)
-if name == "chief:0":
-    while not os.path.exists("ready"): time.sleep(0.01)
-    pid = int(open("ready").read())
-    while os.path.exists(f"/proc/{pid}"): time.sleep(0.01)
-    sys.exit(3)
-signal.pause()
-"""
-    code, _, err = launch(text, "--num_workers=1", "--num_ps=1")
-    assert code == 3
-    assert err[-1] == "tfdist: chief:0 failed first (exit code 3); all tasks have ended"
 
 
 @pytest.mark.processes

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import Clock
 
-from tfdist.launchers.supervise.processes import TracebackFilter, Tracebacks
+from tfdist.launchers.supervise.output import TRACEBACK, TracebackFilter, Tracebacks
 
-FIRST = "Traceback (most recent call last):"
 RAISED = [
-    FIRST,
+    TRACEBACK,
     '  File "train.py", line 3, in <module>',
     "    fit()",
     "ValueError: of shape (16, 7)",
@@ -20,7 +18,7 @@ RAISED = [
     "second line",
 ]
 ABORTED = [
-    FIRST,
+    TRACEBACK,
     '  File "train.py", line 3, in <module>',
     "tensorflow.python.framework.errors_impl.UnavailableError: Graph execution error:",
     "",
@@ -53,11 +51,17 @@ def test_a_traceback_of_several_tasks_is_printed_once_and_counted():
     assert tracebacks.has_raised("worker:2") and not tracebacks.has_raised("worker:3")
 
 
-def test_tracebacks_that_differ_are_all_printed():
-    _, tracebacks, tasks = job("worker:0", "worker:1")
-    other = [*RAISED[:-1], "another line"]
-    assert [printed(tasks[0], RAISED), printed(tasks[1], other)] == [RAISED, other]
-    assert tracebacks.raised_by_several() == []
+def test_traceback_of_the_first_task_is_printed_at_once_and_others_held():
+    clock, tracebacks, (first, second) = job("worker:0", "worker:1")
+    assert [first.feed(RAISED[:4]), first.feed(RAISED[4:])] == [RAISED[:4], RAISED[4:]]
+    assert second.feed(["before", *RAISED]) == ["before"]
+    clock.now = 0.4
+    assert (first.due(), second.due()) == ([], []) and tracebacks.raised_by_several() == [
+        ("ValueError", ["worker:0", "worker:1"])
+    ]
+    assert second.feed([*RAISED, "another line"]) == []
+    clock.now = 0.8
+    assert second.due() == [*RAISED, "another line"]
 
 
 def test_a_task_that_raises_the_same_twice_prints_it_twice():
@@ -66,18 +70,12 @@ def test_a_task_that_raises_the_same_twice_prints_it_twice():
     assert tracebacks.raised_by_several() == []
 
 
-@pytest.mark.parametrize("text", ["UnavailableError", "InternalError", "AbortedError"])
-def test_an_aborted_sum_is_one_line(text):
-    _, tracebacks, (task,) = job("worker:0")
-    lines = [line.replace("UnavailableError", text) for line in ABORTED]
-    assert printed(task, lines) == [f"{text}: a sum over all workers was aborted: recvmsg:Connection reset by peer"]
-    assert not tracebacks.has_raised("worker:0")
-
-
-def test_a_sum_that_misses_a_worker_is_one_line():
-    _, tracebacks, (task,) = job("worker:0")
+def test_error_of_a_task_that_misses_another_is_one_line():
+    _, tracebacks, (first, *others) = job("worker:1", "worker:0", "worker:2")
+    assert printed(first, RAISED) == RAISED
     text = "ConnectionError: a sum over all workers will never come, as some have ended or failed: worker:1 (killed)"
-    assert printed(task, [*RAISED[:-3], text]) == [text]
+    assert printed(others[0], [*RAISED[:3], text]) == [text]
+    assert printed(others[1], ABORTED) == ["Collective ops is aborted by: recvmsg:Connection reset by peer"]
     assert not tracebacks.has_raised("worker:0")
 
 
@@ -89,34 +87,22 @@ def test_a_chain_of_exceptions_stays_together():
 
 def test_a_keyboard_interrupt_is_left_out_after_ctrl_c_alone():
     _, tracebacks, (task,) = job("worker:0")
-    lines = [FIRST, '  File "train.py", line 3, in <module>', "KeyboardInterrupt"]
+    lines = [TRACEBACK, '  File "train.py", line 3, in <module>', "KeyboardInterrupt"]
     assert printed(task, lines) == lines
     tracebacks.is_interrupted = True
     assert printed(task, lines) == []
     assert printed(task, RAISED) == RAISED
 
 
-def test_a_traceback_is_held_until_nothing_follows_for_a_while():
-    clock, _, (task,) = job("worker:0")
-    assert task.feed(["before", *RAISED[:3]]) == ["before"] and task.is_holding
-    clock.now = 0.5
-    assert task.due() == []  # its exception has not arrived yet
-    assert task.feed(RAISED[3:]) == []
-    clock.now = 0.9
-    assert task.due() == RAISED
-    assert not task.is_holding and task.feed(["after"]) == ["after"]
-
-
-def test_what_only_looks_like_a_traceback_is_not_held_for_ever():
-    clock, _, (task,) = job("worker:0")
-    assert task.feed([FIRST, "  nothing else"]) == []
-    clock.now = 3.0
-    assert task.due() == [FIRST, "  nothing else"]
-
-
-@given(st.lists(st.sampled_from([*RAISED, *CHAINED, "a line", "  File", ""]), max_size=40), st.integers(1, 5))
-def test_one_task_loses_no_line_and_keeps_their_order(lines, size):
-    clock, _, (task,) = job("worker:0")
+@given(
+    st.lists(st.sampled_from([*RAISED, *CHAINED, "a line", "  File", ""]), max_size=40),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_one_task_loses_no_line_and_keeps_their_order(lines, size, is_first):
+    clock, tracebacks, (task,) = job("worker:0")
+    if not is_first:
+        tracebacks.begin("worker:1")
     shown = []
     for start in range(0, len(lines), size):
         clock.now += 0.2

@@ -67,12 +67,6 @@ CASES = {
         "worker:0",
         3.0,
     ),
-    "kubernetes: a lost pod after a preemption": (
-        [("worker:0", TRY_AGAIN_EXIT_CODE, 3.0, {}), ("worker:1", None, 4.0, {})],
-        "worker:1",
-        4.0,
-    ),
-    "kubernetes: a pod that Kubernetes ends": ([("worker:0", 143, 3.0, {}), ("worker:1", 1, 3.1, {})], "worker:0", 3.0),
 }
 
 

@@ -7,7 +7,7 @@ import difflib
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
 
@@ -75,6 +75,21 @@ def run_command(
         return launch(values, command)
     sys.stdout.write(usage + describe(values))
     return 0
+
+
+_DEFINE: dict[type, Callable[..., object]] = {
+    bool: flags.DEFINE_boolean,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+    list: flags.DEFINE_multi_string,
+}
+
+
+def define(values: flags.FlagValues, table: Mapping[str, tuple[bool | int | float | str | list[str], str]]) -> None:
+    """Defines flags by a table of their defaults, whose types are those of the values, and their help."""
+    for name, (default, text) in table.items():
+        _DEFINE[type(default)](name, default, text, flag_values=values)
 
 
 def submit_or_show(values: flags.FlagValues, request: object, submit: Callable[[], int]) -> int:

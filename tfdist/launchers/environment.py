@@ -19,26 +19,27 @@ AUTO, TENSORFLOW, MPI = KINDS = ("auto", "tensorflow", "mpi")
 COMMUNICATION_VARIABLE = "TFDIST_COMMUNICATION"
 
 
-def define_communication_flag(values: flags.FlagValues) -> None:
-    """Defines the flag."""
-    text = "library that sums tensors of CPUs over the workers of MultiWorkerMirroredStrategy"
-    flags.DEFINE_enum("communication", AUTO, list(KINDS), text, flag_values=values)
-
-
-# The flag `--telemetry[=DIR]`: all tasks write telemetry, without a change of the script.
-
-
 # Read by every strategy: `fit` gets `tfdist.callbacks.Telemetry` with this directory, unless it has one.
 TELEMETRY_VARIABLE = "TFDIST_TELEMETRY"
 
 
-def define_telemetry_flag(values: flags.FlagValues) -> None:
-    """Defines the flag, which may be given with a directory or without one."""
+# Names of levels, and TensorFlow's numbers for them.
+TF_LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+_LEVELS = {"info": "0", "warning": "1", "error": "2", "fatal": "3"}
+
+
+def define_flags(values: flags.FlagValues, has_communication: bool = True) -> None:
+    """Defines the flags that become variables of the tasks."""
+    if has_communication:
+        text = "library that sums tensors of CPUs over the workers of MultiWorkerMirroredStrategy"
+        flags.DEFINE_enum("communication", AUTO, list(KINDS), text, flag_values=values)
     text = "directory for tfdist.callbacks.Telemetry of every fit; without a value, logs/ and the time"
     # absl lets flags of this kind go without a value, and with one it may be any text.
     flags.DEFINE_flag(
         flags.Flag(_Directory(), flags.ArgumentSerializer(), "telemetry", None, text, boolean=True), values
     )
+    text = f"least level of TensorFlow's own messages; by default {TF_LOG_LEVEL_VARIABLE}, else warning"
+    flags.DEFINE_enum("tf_log_level", None, [*_LEVELS, *_LEVELS.values()], text, flag_values=values)
 
 
 class _Directory(flags.ArgumentParser):
@@ -51,33 +52,15 @@ class _Directory(flags.ArgumentParser):
         return None if argument == "false" else argument
 
 
-# The flag `--tf_log_level`: which of its own messages TensorFlow writes, through TF_CPP_MIN_LOG_LEVEL.
-
-
-TF_LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
-_LEVELS = {"info": "0", "warning": "1", "error": "2", "fatal": "3"}
-
-
-def define_tf_log_level_flag(values: flags.FlagValues) -> None:
-    """Defines the flag. It takes names of levels, and TensorFlow's numbers for them."""
-    text = f"least level of TensorFlow's own messages; by default {TF_LOG_LEVEL_VARIABLE}, else warning"
-    flags.DEFINE_enum("tf_log_level", None, [*_LEVELS, *_LEVELS.values()], text, flag_values=values)
-
-
-def tf_log_level_environment(chosen: str | None, env: Mapping[str, str], is_filtered: bool = False) -> dict[str, str]:
-    """Returns the variables that the flag's value adds to the tasks' environment.
+def tf_log_level_environment(chosen: str | None, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that the flag's value adds to the tasks' environment.
 
     Args:
       chosen: the flag's value.
       env: the launcher's environment, in which the user may have set a level.
-      is_filtered: True if the launcher removes informational lines from the output anyway, and these tasks have lines
-        that it keeps: those about GPUs, which TensorFlow writes at the same level.
     """
-    if chosen is not None:
-        return {TF_LOG_LEVEL_VARIABLE: _LEVELS.get(chosen, chosen)}
-    if env.get(TF_LOG_LEVEL_VARIABLE):
-        return {TF_LOG_LEVEL_VARIABLE: env[TF_LOG_LEVEL_VARIABLE]}
-    return {} if is_filtered else {TF_LOG_LEVEL_VARIABLE: _LEVELS["warning"]}
+    given = env.get(TF_LOG_LEVEL_VARIABLE) or _LEVELS["warning"]
+    return {TF_LOG_LEVEL_VARIABLE: _LEVELS.get(chosen, chosen) if chosen is not None else given}
 
 
 # What all of these flags add, and `--env`.
@@ -86,12 +69,8 @@ def tf_log_level_environment(chosen: str | None, env: Mapping[str, str], is_filt
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-def from_flags(values: flags.FlagValues, has_gpus: bool = False) -> dict[str, str]:
+def from_flags(values: flags.FlagValues) -> dict[str, str]:
     """Returns the variables that the flags add to the tasks' environment; a command line may lack some of the flags.
-
-    Args:
-      values: the flags.
-      has_gpus: `is_filtered` of `tf_log_level_environment`.
 
     Raises:
       LaunchError: a name of --env is invalid, or a name without a value is not set.
@@ -101,7 +80,7 @@ def from_flags(values: flags.FlagValues, has_gpus: bool = False) -> dict[str, st
         found[COMMUNICATION_VARIABLE] = given["communication"]
     if given.get("telemetry"):
         found[TELEMETRY_VARIABLE] = given["telemetry"]
-    level = tf_log_level_environment(values.tf_log_level, os.environ, has_gpus)
+    level = tf_log_level_environment(values.tf_log_level, os.environ)
     return found | level | _pairs(given.get("env", ()))
 
 

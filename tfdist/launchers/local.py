@@ -146,27 +146,25 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def define_run_flags(values: flags.FlagValues, grace_period_secs: float) -> None:
     """Defines the flags of every launcher that runs until the job has ended."""
-    grace_help = "seconds that tasks have to end before SIGKILL"
-    flags.DEFINE_float("grace_period_secs", grace_period_secs, grace_help, flag_values=values)
-    flags.DEFINE_integer("max_restarts", 0, "restarts of all tasks after failures", flag_values=values)
-    flags.DEFINE_float(
-        "restart_backoff_secs", 1.0, "seconds before the first restart; doubles each time", flag_values=values
-    )
-    preemption_help = f"restarts of all tasks after a preemption (code {TRY_AGAIN_EXIT_CODE})"
-    flags.DEFINE_integer("max_preemptions", 100, preemption_help, flag_values=values)
-    worker_help = "restarts in a row of a worker that fails, before it is given up"
-    flags.DEFINE_integer("max_worker_restarts", 3, worker_help, flag_values=values)
+    table = {
+        "grace_period_secs": (grace_period_secs, "seconds that tasks have to end before SIGKILL"),
+        "max_restarts": (0, "restarts of all tasks after failures"),
+        "restart_backoff_secs": (1.0, "seconds before the first restart; doubles each time"),
+        "max_preemptions": (100, f"restarts of all tasks after a preemption (code {TRY_AGAIN_EXIT_CODE})"),
+        "max_worker_restarts": (3, "restarts in a row of a worker that fails, before it is given up"),
+        "run": ("", "folder in --task_logs; the time by default"),
+        "tee": (True, "print the tasks' output, also where it is logged"),
+        "quiet_workers": (
+            False,
+            "print the output of the chief (and evaluator) alone, and the last lines of a task that fails",
+        ),
+        "dry_run": (False, "print a shell command per task, start nothing"),
+    }
+    command_line.define(values, table)
     least_help = "least number of workers to continue with when others are given up; all by default"
     flags.DEFINE_integer("min_workers", None, least_help, flag_values=values)
-    environment.define_communication_flag(values)
-    environment.define_telemetry_flag(values)
-    environment.define_tf_log_level_flag(values)
     flags.DEFINE_string("task_logs", None, "directory for files with each task's output", flag_values=values)
-    flags.DEFINE_string("run", "", "folder in --task_logs; the time by default", flag_values=values)
-    flags.DEFINE_boolean("tee", True, "print the tasks' output, also where it is logged", flag_values=values)
-    quiet_help = "print the output of the chief (and evaluator) alone, and the last lines of a task that fails"
-    flags.DEFINE_boolean("quiet_workers", False, quiet_help, flag_values=values)
-    flags.DEFINE_boolean("dry_run", False, "print a shell command per task, start nothing", flag_values=values)
+    environment.define_flags(values)
 
 
 def restarts_from_flags(values: flags.FlagValues) -> Restarts:
@@ -208,7 +206,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         values.evaluator,
         values.gpus_per_worker,
         restarts_from_flags(values),
-        environment.from_flags(values, has_gpus=bool(devices)),
+        environment.from_flags(values),
     )
     check_command(job.command)
     logs = logs_from_flags(values)

@@ -164,29 +164,25 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    texts = {
+    table = {
         "accelerator_type": ("", "such as v4-8"),
         "zone": ("", "zone of the TPU"),
         "project": ("", "project; by default the current one of gcloud"),
         "version": ("tpu-ubuntu2204-base", "runtime"),
         "name": ("tfdist", "name of the TPU"),
+        "create": (True, "make the TPU first"),
+        "delete": (False, "delete the TPU at the end, whatever happens"),
+        "spot": (False, "may be preempted at any time"),
         "copy": ("", "local directory to copy to --working_dir on all hosts"),
         "setup": ("", "shell command for all hosts before the script"),
         "python": ("python3", "interpreter on the hosts"),
         "working_dir": (".", "where the script runs; relative to the home directory"),
+        "max_restarts": (3, "failures that the job may have; preemptions don't count"),
+        "env": ([], "NAME=VALUE for the script; may be repeated"),
+        "dry_run": (False, "print the commands, run nothing"),
     }
-    for name, (default, text) in texts.items():
-        flags.DEFINE_string(name, default, text, flag_values=values)
-    flags.DEFINE_boolean("create", True, "make the TPU first", flag_values=values)
-    flags.DEFINE_boolean("delete", False, "delete the TPU at the end, whatever happens", flag_values=values)
-    flags.DEFINE_boolean("spot", False, "may be preempted at any time", flag_values=values)
-    flags.DEFINE_integer(
-        "max_restarts", 3, "failures that the job may have; preemptions don't count", flag_values=values
-    )
-    flags.DEFINE_multi_string("env", [], "NAME=VALUE for the script; may be repeated", flag_values=values)
-    environment.define_tf_log_level_flag(values)
-    environment.define_telemetry_flag(values)
-    flags.DEFINE_boolean("dry_run", False, "print the commands, run nothing", flag_values=values)
+    command_line.define(values, table)
+    environment.define_flags(values, has_communication=False)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -206,22 +202,11 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
 
 def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> TpuJob:
     shape.check_count("max_restarts", values.max_restarts)
-    same = (
-        "accelerator_type",
-        "zone",
-        "name",
-        "version",
-        "project",
-        "create",
-        "delete",
-        "spot",
-        "copy",
-        "setup",
-        "python",
-    )
+    same = ("accelerator_type", "zone", "name", "version", "project", "create", "delete", "spot", "copy", "setup")
     return TpuJob(
         tuple(command),
         **{name: getattr(values, name) for name in same},
+        python=values.python,
         directory=values.working_dir,
         env=environment.from_flags(values),
         restarts=Restarts(values.max_restarts),

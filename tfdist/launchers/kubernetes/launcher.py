@@ -139,13 +139,7 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
     shape.define_flags(values)
-    flags.DEFINE_string("gpu_resource", "nvidia.com/gpu", "the cluster's name for a GPU", flag_values=values)
-    flags.DEFINE_integer("gpus_per_worker", 0, "GPUs for each worker", flag_values=values)
-    environment.define_communication_flag(values)
-    environment.define_telemetry_flag(values)
-    forms = "job: Indexed Jobs; jobset: a JobSet, which restarts all tasks when one fails"
-    flags.DEFINE_enum("form", "job", ["job", "jobset"], forms, flag_values=values)
-    texts = {
+    table = {
         "image": ("", "image of the container, with the script and tfdist in it"),
         "name": ("tfdist", "name of the job"),
         "namespace": ("", "namespace; by default the current one of kubectl"),
@@ -153,28 +147,22 @@ def define_flags(values: flags.FlagValues) -> None:
         "working_dir": ("", "where the script runs; the image's own by default"),
         "cpu": ("", "cores for each pod, such as 4 or 500m"),
         "memory": ("", "memory for each pod, such as 16Gi"),
-    }
-    for name, (default, text) in texts.items():
-        flags.DEFINE_string(name, default, text, flag_values=values)
-    numbers = {
+        "gpus_per_worker": (0, "GPUs for each worker"),
+        "gpu_resource": ("nvidia.com/gpu", "the cluster's name for a GPU"),
         "port": (2222, "port of every task; the chief's tf.data service has the next"),
         "max_restarts": (3, "failures that each task may have; preemptions don't count"),
         "max_preemptions": (100, "preemptions that the job may have"),
         "grace_period_secs": (120, "seconds that a pod has to save its work after SIGTERM"),
+        "start_timeout_secs": (20.0, "seconds to look whether the job's pods can be created; 0 for not at all"),
+        "env": ([], "NAME=VALUE for all tasks; may be repeated"),
+        "node_selector": ([], "LABEL=VALUE of the nodes for workers; may be repeated"),
+        "claim": ([], "NAME=DIRECTORY: where a volume claim is mounted; may be repeated"),
+        "dry_run": (False, "print the manifests, create nothing"),
     }
-    for name, (default, text) in numbers.items():
-        flags.DEFINE_integer(name, default, text, flag_values=values)
-    text = "seconds to look whether the job's pods can be created; 0 for not at all"
-    flags.DEFINE_float("start_timeout_secs", 20.0, text, flag_values=values)
-    repeated = {
-        "env": "NAME=VALUE for all tasks; may be repeated",
-        "node_selector": "LABEL=VALUE of the nodes for workers; may be repeated",
-        "claim": "NAME=DIRECTORY: where a volume claim is mounted; may be repeated",
-    }
-    for name, text in repeated.items():
-        flags.DEFINE_multi_string(name, [], text, flag_values=values)
-    environment.define_tf_log_level_flag(values)
-    flags.DEFINE_boolean("dry_run", False, "print the manifests, create nothing", flag_values=values)
+    command_line.define(values, table)
+    forms = "job: Indexed Jobs; jobset: a JobSet, which restarts all tasks when one fails"
+    flags.DEFINE_enum("form", "job", ["job", "jobset"], forms, flag_values=values)
+    environment.define_flags(values)
 
 
 def pods_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Pods:

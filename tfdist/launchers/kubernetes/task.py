@@ -70,17 +70,15 @@ def task_environment(
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the wrapper's flags."""
     shape.define_flags(values)
-    texts = {"role": ("worker", "the job of this pod's tasks"), "form": ("job", "job or jobset: who restarts pods")}
-    texts["host_format"] = ("", "host of a task, with {type} and {index}")
-    for name, (default, text) in texts.items():
-        flags.DEFINE_string(name, default, text, flag_values=values)
-    numbers = {
+    table = {
+        "role": ("worker", "the job of this pod's tasks"),
+        "form": ("job", "job or jobset: who restarts pods"),
+        "host_format": ("", "host of a task, with {type} and {index}"),
         "port": (2222, "port of every task"),
         "max_restarts": (3, "failures after which the job starts again"),
         "max_preemptions": (100, "preemptions after which the job starts again"),
     }
-    for name, (default, text) in numbers.items():
-        flags.DEFINE_integer(name, default, text, flag_values=values)
+    command_line.define(values, table)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -98,14 +96,13 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
     except (LaunchError, ClusterError, flags.Error) as error:
         _log.say(" ".join(str(error).split()))
         return 2
-    command = wrapping.script_command(script)
     if received:
         return TRY_AGAIN_EXIT_CODE
     if _is_preempted_too_often(values, job, task):
         _log.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
         return GIVEN_UP_EXIT_CODE
     with contextlib.closing(Notices()) as notices:
-        code = wrapping.run_wrapped(command, {**env, **notices.joining}, early=received)
+        code = wrapping.run_wrapped([sys.executable, *script], {**env, **notices.joining}, early=received)
         wrapping.about_cluster(code, task, job, notices)
     return code
 

@@ -283,7 +283,8 @@ def submit(request: SlurmRequest) -> int:
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
     shape.define_flags(values)
-    texts = {
+    quiet_help = "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
+    table = {
         "name": ("tfdist", "name of the job"),
         "partition": ("", "partition to run in"),
         "account": ("", "account to charge"),
@@ -294,10 +295,6 @@ def define_flags(values: flags.FlagValues) -> None:
         "output": ("slurm-%j.out", "file for the output of all tasks"),
         "python": (sys.executable, "interpreter on the hosts"),
         "directory": ("", "working directory, shared by all hosts; the current one by default"),
-    }
-    for name, (default, text) in texts.items():
-        flags.DEFINE_string(name, default, text, flag_values=values)
-    numbers = {
         "tasks_per_node": (1, "tasks on each host"),
         "cpus_per_task": (1, "cores for each task"),
         "gpus_per_node": (0, "GPUs of each host, shared out among the workers there"),
@@ -305,20 +302,14 @@ def define_flags(values: flags.FlagValues) -> None:
         "max_preemptions": (100, "restarts of a job that was preempted; not counted as failures"),
         "pre_kill_secs": (120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none"),
         "port": (0, "first port of each host; 0 derives it from the job's number"),
+        "grace_period_secs": (30.0, "seconds for the other tasks after one has failed"),
+        "quiet_workers": (False, quiet_help),
+        "env": ([], "NAME=VALUE for all tasks; may be repeated"),
+        "sbatch": ([], "one more option of sbatch; may be repeated"),
+        "dry_run": (False, "print the batch script, submit nothing"),
     }
-    for name, (default, text) in numbers.items():
-        flags.DEFINE_integer(name, default, text, flag_values=values)
-    flags.DEFINE_float(
-        "grace_period_secs", 30.0, "seconds for the other tasks after one has failed", flag_values=values
-    )
-    environment.define_communication_flag(values)
-    environment.define_telemetry_flag(values)
-    environment.define_tf_log_level_flag(values)
-    quiet_help = "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
-    flags.DEFINE_boolean("quiet_workers", False, quiet_help, flag_values=values)
-    flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
-    flags.DEFINE_multi_string("sbatch", [], "one more option of sbatch; may be repeated", flag_values=values)
-    flags.DEFINE_boolean("dry_run", False, "print the batch script, submit nothing", flag_values=values)
+    command_line.define(values, table)
+    environment.define_flags(values)
 
 
 def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob:
@@ -335,7 +326,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob
         **{name: getattr(values, name) for name in (*same, *limits)},
         grace_secs=values.grace_period_secs,
         directory=values.directory or str(pathlib.Path.cwd()),
-        env=environment.from_flags(values, has_gpus=bool(values.gpus_per_node)),
+        env=environment.from_flags(values),
         quiet_workers=values.quiet_workers,
         options={name: getattr(values, name) for name in _OPTIONS},
         extra=tuple(values.sbatch),

@@ -256,11 +256,12 @@ def _gpus(step: SlurmProcess, tasks: Sequence[Task], job: Shape, env: Mapping[st
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the wrapper's flags."""
     shape.define_flags(values)
-    flags.DEFINE_integer("port", 0, "first port of each host; 0 derives it from the job", flag_values=values)
-    flags.DEFINE_float("grace_period_secs", 30.0, "seconds for the others after one has failed", flag_values=values)
-    flags.DEFINE_boolean(
-        "quiet_workers", False, "print the chief's and the evaluator's output alone", flag_values=values
-    )
+    table = {
+        "port": (0, "first port of each host; 0 derives it from the job"),
+        "grace_period_secs": (30.0, "seconds for the others after one has failed"),
+        "quiet_workers": (False, "print the chief's and the evaluator's output alone"),
+    }
+    command_line.define(values, table)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -276,7 +277,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     exits = Exits(os.environ.get(EXITS_VARIABLE), job)
     over = None if task in job.deciding else exits.job_has_succeeded
-    command = wrapping.script_command(script)
+    command = [sys.executable, *script]
     leave = functools.partial(exits.leave, task, grace_secs=values.grace_period_secs)
     reaches_all = os.environ.get(REACHES_ALL_VARIABLE) == "1"
 

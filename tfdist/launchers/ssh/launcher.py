@@ -193,17 +193,20 @@ def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    flags.DEFINE_string("hosts", "", "hosts, such as a,user@b:2", flag_values=values)
-    flags.DEFINE_string("hostfile", "", 'file with lines such as "host slots=2"', flag_values=values)
     shape.define_flags(values, num_workers=None)
-    flags.DEFINE_string("directory", "", "working directory; the current one by default", flag_values=values)
-    flags.DEFINE_string("python", sys.executable, "interpreter on the hosts", flag_values=values)
-    flags.DEFINE_integer("port", 2222, "first port of each host; its tasks count up from there", flag_values=values)
     gpu_help = "GPUs for each worker; by default what the host shows"
     flags.DEFINE_integer("gpus_per_worker", None, gpu_help, flag_values=values)
-    flags.DEFINE_multi_string("env", [], "NAME=VALUE for all tasks; may be repeated", flag_values=values)
-    flags.DEFINE_multi_string("ssh", [], "one more option of ssh, such as -p2222; may be repeated", flag_values=values)
-    flags.DEFINE_float("preflight_secs", 30.0, "seconds for each host to answer; 0 skips the check", flag_values=values)
+    table = {
+        "hosts": ("", "hosts, such as a,user@b:2"),
+        "hostfile": ("", 'file with lines such as "host slots=2"'),
+        "directory": ("", "working directory; the current one by default"),
+        "python": (sys.executable, "interpreter on the hosts"),
+        "port": (2222, "first port of each host; its tasks count up from there"),
+        "env": ([], "NAME=VALUE for all tasks; may be repeated"),
+        "ssh": ([], "one more option of ssh, such as -p2222; may be repeated"),
+        "preflight_secs": (30.0, "seconds for each host to answer; 0 skips the check"),
+    }
+    command_line.define(values, table)
     local.define_run_flags(values, grace_period_secs=10.0)
 
 
@@ -228,7 +231,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
         python=values.python,
         port=values.port,
         gpus_per_worker=values.gpus_per_worker,
-        env=environment.from_flags(values, has_gpus=bool(values.gpus_per_worker)),
+        env=environment.from_flags(values),
         ssh_options=tuple(values.ssh),
         grace_secs=values.grace_period_secs,
         restarts=local.restarts_from_flags(values),

@@ -19,26 +19,18 @@ from tfdist import _log
 from tfdist.launchers import environment
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError
 
-# Filter for the informational lines that TensorFlow's C++ code writes, mostly at a task's start. No TensorFlow import.
+# Filter for lines that TensorFlow's C++ code writes in every task. Log files have all lines.
 #
-# TF_CPP_MIN_LOG_LEVEL doesn't suppress all of these lines, because some are written before TensorFlow's logger is set
-# up. Warnings, errors and lines about present GPUs stay, and so does Python's own logging, whose lines have a date. All
-# lines are shown if TF_CPP_MIN_LOG_LEVEL is 0. Log files of tasks have all lines that a task writes.
+# TF_CPP_MIN_LOG_LEVEL doesn't suppress informational lines that are written before TensorFlow's logger is set up; such
+# a logger writes the date 00/00. Warnings and errors stay, and so does Python's own logging, but for ordinary messages
+# of a job whose task ends: the rendezvous of a step is cleaned up; the handle of a tensor is deleted a second time;
+# functions can't be registered on a lost task; all tasks abort their sums before they raise the same. This machine has
+# no NVIDIA driver (303).
 
 
-# A logger that is not set up writes the date 00/00.
-_INFORMATION = re.compile(r"I0000 00:00:\d+\.\d+ +\d+ (?!gpu_|cuda_dnn)\S+\.(?:cc|h):\d+\] ")
-_OF_INFORMATION = re.compile(r"To enable the following instructions: |/job:\w+/(?:replica:\d+/)?task:\d+$")
-# The line before a printed protocol buffer, and the lines of the buffer; the last one may be empty.
-_BUFFER_FOLLOWS = "goo.gle/debug"
-_OF_BUFFER = re.compile(r"\s*(?:\w+ \{|\w+: .*|\})?$")
-_NO_LOGGER = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
-# Ordinary messages of a parameter-server job. The rendezvous of a step is cleaned up; the handle of a tensor is deleted
-# a second time; functions can't be registered on, or removed from, a lost task. The launcher reports the loss. The
-# error of a task can't be reported to one that has ended. When a task fails, all others abort their sums, and each says
-# so up to four times before it raises the same.
-_HARMLESS = re.compile(
-    r"[WE]0000 00:00:\d+\.\d+ +\d+ "
+_NOISE = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog\(\)"
+    r"|[WE]0000 00:00:\d+\.\d+ +\d+ "
     r"(?:local_rendezvous\.cc:\d+\] Local rendezvous is aborting with status: "
     r"(?:ABORTED: Cleanup |.*Collective ops is aborted)"
     r"|base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort "
@@ -46,17 +38,19 @@ _HARMLESS = re.compile(
     r"|preemption_notifier\.cc:\d+\] SIGTERM caught"
     r"|coordination_service(?:_agent)?\.cc:\d+\] Encountered another error (?:while|when) reporting "
     r"|destroy_tensor_handle_node\.h:\d+\] Ignoring an error encountered when deleting remote tensors handles: "
+    r"|cuda_platform\.cc:\d+\] failed call to cuInit: .*\(303\)"
     r"|context\.cc:\d+\] Failed to (?:register|remove) function remotely due to "
     r"(?:failed to connect to all addresses|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:))"
+    r"|I0000 00:00:\d+\.\d+ "
 )
-_OF_HARMLESS = re.compile(
-    r"Additional GRPC error information from remote target |:[A-Z_]+:Error received from peer "
+# Lines that belong to the line before them.
+_CONTINUED = re.compile(
+    r"To enable the following instructions: |/job:\w+/(?:replica:\d+/)?task:\d+$"
+    r"|Additional GRPC error information from remote target |:[A-Z_]+:Error received from peer "
     r"|This could happen if the remote target has been disconnected from the client\.$"
     r"|The error could be from a previous operation\. Restart your program to reset\.|\t \[\[\{\{"
     r"|This is usually caused by an earlier error during execution\. "
 )
-# 303: this machine has no NVIDIA driver.
-_NO_DRIVER = re.compile(r"E0000 00:00:\d+\.\d+ +\d+ cuda_platform\.cc:\d+\] failed call to cuInit: .*\(303\)")
 
 
 class StartupNoise:
@@ -68,32 +62,152 @@ class StartupNoise:
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         env = os.environ if env is None else env
-        level, visible = (
-            env.get(name) or env.get(SENT_PREFIX + name) or ""
-            for name in (environment.TF_LOG_LEVEL_VARIABLE, environment.VISIBLE)
-        )
+        name = environment.TF_LOG_LEVEL_VARIABLE
+        level = env.get(name) or env.get(SENT_PREFIX + name) or ""
         # TensorFlow takes what is no number as 0.
         self._is_wanted = bool(level) and level not in ("1", "2", "3")
-        self._has_gpus = bool(visible)
-        self._was_information = False
-        self._was_harmless = False
-        self._is_in_buffer = False
+        self._was_noise = False
 
     def without(self, lines: Sequence[str]) -> list[str]:
-        """Returns the next lines without startup noise."""
+        """Returns the next lines without noise."""
         return [line for line in lines if self._is_wanted or not self._is_noise(line)]
 
     def _is_noise(self, line: str) -> bool:
-        is_first = bool(_INFORMATION.match(line))
-        self._is_in_buffer = (
-            _BUFFER_FOLLOWS in line if is_first else self._is_in_buffer and bool(_OF_BUFFER.match(line))
-        )
-        belongs = self._was_information and bool(_OF_INFORMATION.match(line))
-        self._was_information = is_first or belongs or self._is_in_buffer
-        is_harmless = bool(_HARMLESS.match(line))
-        self._was_harmless = is_harmless or (self._was_harmless and bool(_OF_HARMLESS.match(line)))
-        is_expected = not self._has_gpus and bool(_NO_DRIVER.match(line))
-        return self._was_information or self._was_harmless or line == _NO_LOGGER or is_expected
+        self._was_noise = bool(_NOISE.match(line) or (self._was_noise and _CONTINUED.match(line)))
+        return self._was_noise
+
+
+# Tracebacks on a job's screen: each is printed whole and once, however many tasks raise it. Log files have all lines.
+#
+# The first task that raises prints at once, so that its error comes before those of tasks that miss it. A traceback of
+# another task is held until its message is complete. It is left out if a task has printed the same one, and is one line
+# if it says that another task has ended.
+
+
+TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+# The name of an exception at the beginning of a line: KeyboardInterrupt, or package.module.Class: message.
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*)(?:: .*)?$")
+# The errors of tasks that wait for a sum when another task fails: of TensorFlow, and of tfdist, which names the task.
+_MISSED = re.compile(r"Collective ops is aborted by: .*|ConnectionError: .*, as some have ended or failed: .*")
+# Numbers that differ between tasks of the same job: addresses, processes, times, devices, generated names.
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+# A message is complete when nothing has followed for so long; held lines are printed after `_MOST_SECS` anyway.
+_SILENT_SECS, _MOST_SECS, _MOST_LINES = 0.3, 3.0, 1000
+
+
+class Tracebacks:
+    """Exceptions of the tasks of a job.
+
+    Args:
+      clock: returns the time in seconds.
+
+    Attributes:
+      is_interrupted: True after Ctrl-C, when a KeyboardInterrupt is left out.
+      raised_secs: time of each task's last traceback.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.is_interrupted = False
+        self.raised_secs: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._raised_by: dict[str, list[str]] = {}
+
+    def begin(self, task: str) -> bool:
+        """Notes the beginning of a traceback; returns True if it is to be printed at once."""
+        with self._lock:
+            self.raised_secs = {**self.raised_secs, task: self.clock()}
+            return self.raised_secs.keys() == {task} and not self.is_interrupted
+
+    def add(self, task: str, lines: Sequence[str]) -> bool:
+        """Adds a traceback; returns False if it is known of another task."""
+        with self._lock:
+            tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), [])
+            is_new = not tasks or task in tasks
+            tasks += [] if task in tasks else [task]
+        return is_new
+
+    def has_raised(self, task: str) -> bool:
+        """Returns True if a traceback of this task was printed, or the same one of another task."""
+        with self._lock:
+            return any(task in tasks for tasks in self._raised_by.values())
+
+    def raised_by_several(self) -> list[tuple[str, list[str]]]:
+        """Returns the classes of the exceptions that several tasks have raised, and the names of the tasks."""
+        with self._lock:
+            several = [(text, list(tasks)) for text, tasks in self._raised_by.items() if len(tasks) > 1]
+        return [(_class_of(text.split("\n")) or "exception", tasks) for text, tasks in several]
+
+
+class TracebackFilter:
+    """Holds the tracebacks in the lines of one task's standard error.
+
+    Args:
+      tracebacks: those of the job.
+      task: name of the task.
+    """
+
+    def __init__(self, tracebacks: Tracebacks, task: str) -> None:
+        self._tracebacks = tracebacks
+        self._task = task
+        self._held: list[str] = []
+        self._is_printed = False
+        self._since = self._last = 0.0
+
+    @property
+    def is_holding(self) -> bool:
+        """True while lines are held."""
+        return bool(self._held)
+
+    def feed(self, lines: Sequence[str]) -> list[str]:
+        """Returns the lines to print now."""
+        now, printed = self._tracebacks.clock(), list[str]()
+        for line in lines:
+            if line == TRACEBACK and not self._is_chain():
+                printed += self.flush()
+                self._is_printed, self._since = self._tracebacks.begin(self._task), now
+                self._held = [line]
+            elif self._held:
+                self._held.append(line)
+            if self._is_printed or not self._held:
+                printed.append(line)
+        self._last = now
+        return printed + self.flush() if len(self._held) > _MOST_LINES else printed
+
+    def due(self) -> list[str]:
+        """Returns the held lines once their message is complete."""
+        now = self._tracebacks.clock()
+        return self.flush() if now - self._last >= _SILENT_SECS or now - self._since >= _MOST_SECS else []
+
+    def flush(self) -> list[str]:
+        """Returns the held lines, at the end of the output."""
+        held, is_printed = self._held, self._is_printed
+        self._held, self._is_printed = [], False
+        if not held:
+            return []
+        if not is_printed:
+            if self._tracebacks.is_interrupted and _class_of(held) == "KeyboardInterrupt":
+                return []
+            if missed := next((line for line in held if _MISSED.match(line)), None):
+                return [missed]
+        is_new = self._tracebacks.add(self._task, held)
+        return held if is_new and not is_printed else []
+
+    def _is_chain(self) -> bool:
+        last = [line for line in self._held if line.strip()][-1:]
+        return bool(last) and last[0].startswith(_CHAINED)
+
+
+def _class_of(lines: Sequence[str]) -> str:
+    """Returns the class of the last exception of a chain; "" if there is none."""
+    found, is_expected = "", False
+    for line in lines:
+        if line == TRACEBACK:
+            is_expected = True
+        elif is_expected and (match := _EXCEPTION.match(line)):
+            found, is_expected = match["name"], False
+    return found
 
 
 # Log files with the output of each task: DIRECTORY/RUN/attempt_0/worker_1/stdout.log.
@@ -196,14 +310,8 @@ class TaskLogs:
 
 
 _MAX_LINE = 1 << 16
-_COMPACT_AT = 1 << 12
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x9b]")
-_TOKEN = re.compile(
-    r"(?P<colour>\x1b\[[0-9;:]*m)"
-    r"|(?P<escape>\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|\x1b)"
-    r"|(?P<char>.)",
-    re.DOTALL,
-)
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|\x1b")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\x9b]")
 _RESET = "\x1b[0m"
 _PREFIX_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
@@ -211,8 +319,8 @@ _PREFIX_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 class LineReader:
     """Converts the bytes of one stream into the lines that a terminal would finally show.
 
-    A progress bar rewrites its line with carriage returns or backspaces (Keras does so even into a pipe). The reader
-    returns the last state of such a line, and intermediate states at most every few seconds.
+    A progress bar rewrites its line with carriage returns (Keras does so even into a pipe). The reader returns the last
+    state of such a line, and intermediate states at most every few seconds.
 
     Args:
       keep_colours: True to keep colour codes; all other escape sequences are removed in any case.
@@ -239,7 +347,7 @@ class LineReader:
         *ended, self._pending = (self._pending + self._decoder.decode(data, final)).split("\n")
         lines = [line for raw in ended for line in self._end_line(raw)]
         if len(self._pending) > _MAX_LINE:
-            self._pending = _unwritten(self._pending)
+            self._pending = _last_writing(self._pending) + "\r" * self._pending.endswith("\r")
         while len(self._pending) > _MAX_LINE:
             lines.extend(self._end_line(self._pending[:_MAX_LINE]))
             self._pending = self._pending[_MAX_LINE:]
@@ -247,10 +355,8 @@ class LineReader:
 
     def flush(self) -> list[str]:
         """Returns the present state of a line that is being rewritten, unless it was returned before."""
-        if "\r" not in self._pending and "\b" not in self._pending:
-            return []
         line = self._rendered(self._pending)
-        if not line.strip() or line == self._shown:
+        if "\r" not in self._pending or not line.strip() or line == self._shown:
             return []
         self._shown = line
         return [line]
@@ -267,10 +373,8 @@ class LineReader:
         return [] if line == shown else [line]
 
     def _progress(self) -> list[str]:
-        if "\r" not in self._pending and "\b" not in self._pending:
+        if "\r" not in self._pending:
             return []
-        if len(self._pending) > _COMPACT_AT:
-            self._pending = _unwritten(self._pending)
         now = self._clock()
         if self._rewritten_since is None:
             self._rewritten_since = now
@@ -280,44 +384,17 @@ class LineReader:
         return self.flush()
 
     def _rendered(self, raw: str) -> str:
-        raw = _last_writing(raw.rstrip("\r"))
-        if not _CONTROL.search(raw):
-            return raw
-        cells, _ = _typed(raw, self._keep_colours)
-        line = "".join(cells)
+        def kept(match: re.Match[str]) -> str:
+            return match.group() if self._keep_colours and _COLOUR.fullmatch(match.group()) else ""
+
+        line = _CONTROL.sub("", _ESCAPE.sub(kept, _last_writing(raw)))
         return line + _RESET if "\x1b" in line and not line.endswith(_RESET) else line
 
 
 def _last_writing(raw: str) -> str:
     """Returns the text after the last carriage return, because programs rewrite the whole line after it."""
-    return raw[raw.rfind("\r", 0, len(raw) - 1) + 1 :] if "\r" in raw else raw
-
-
-def _unwritten(raw: str) -> str:
-    """Returns a shorter text with the same effect on the terminal as `raw`, including the position of the cursor."""
-    raw = _last_writing(raw)
-    if "\b" not in raw:
-        return raw
-    cells, cursor = _typed(raw.rstrip("\r"), keep_colours=True)
-    return "".join(cells) + "\b" * (len(cells) - cursor) + "\r" * raw.endswith("\r")
-
-
-def _typed(raw: str, keep_colours: bool) -> tuple[list[str], int]:
-    """Returns the cells of an empty line after writing `raw`, with their colour codes, and the cursor's position."""
-    cells: list[str] = []
-    cursor, colours = 0, ""
-    for match in _TOKEN.finditer(raw):
-        text = match.group()
-        if match.lastgroup == "colour":
-            colours += text if keep_colours else ""
-        elif text == "\b":
-            cursor = max(0, cursor - 1)
-        elif match.lastgroup == "char" and (text == "\t" or not _CONTROL.match(text)):
-            cells[cursor : cursor + 1] = [colours + text]
-            cursor, colours = cursor + 1, ""
-    if colours and cells:
-        cells[-1] += colours
-    return cells, cursor
+    raw = raw.rstrip("\r")
+    return raw[raw.rfind("\r") + 1 :]
 
 
 class Console:

@@ -31,11 +31,6 @@ _TAIL_LINES = 20
 _PR_SET_PDEATHSIG = 1
 
 
-def script_command(script: Sequence[str]) -> list[str]:
-    """Returns the command that runs a script, or "-m" and a module, with the interpreter of this process."""
-    return [sys.executable, *script]
-
-
 def about_cluster(code: int, task: Task, job: Shape, notices: Notices) -> None:
     """Says so if the first task of several has ended with code 0, and has not joined the cluster."""
     if code == 0 and task == job.members[0] and len(job.members) > 1 and not notices.has_joined:
