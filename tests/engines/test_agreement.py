@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ from overlapping import in_thread
 
 from tfdist.cluster import Task
 from tfdist.coordination import stalls
-from tfdist.coordination.worker_states import HAS_ENDED, PARTED_SECS, STEP, WorkerStatus, step_of
+from tfdist.coordination.worker_waits import HAS_ENDED, PARTED_SECS, STEP, WorkerStatus, step_of
 from tfdist.engines.agreement import Agreement, _Wait
 
 TASKS = [Task("worker", 0), Task("worker", 1)]
@@ -27,20 +28,24 @@ def agreement() -> Agreement:
     return Agreement(TASKS[1], TASKS)
 
 
-def test_state_after_the_end_is_not_published(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
+def test_status_after_the_end_is_not_published(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
     posted: list[str] = []
     monkeypatch.setattr(agreement, "post", lambda key, text: posted.append(text))
-    agreement._watch.post(WorkerStatus("worker:1", "model.fit"))
-    agreement._watch.post(WorkerStatus("worker:1", ended="has ended"))
+    monkeypatch.setattr(agreement, "peek", lambda key, timeout_ms: None)
+    monkeypatch.setattr(agreement, "service_answers", lambda: True)
+    monkeypatch.setattr(agreement, "lost", dict)
+    own = WorkerStatus("worker:1", "model.fit", blocked_secs=PARTED_SECS)
+    agreement._watch._error(own, TASKS[:1])
+    agreement._watch.end("has ended")
     # Of the thread that has begun to look before the end.
-    agreement._watch.post(WorkerStatus("worker:1", "model.fit"))
+    agreement._watch._error(own, TASKS[:1])
     assert len(posted) == 2 and "has ended" in posted[-1]
 
 
 def test_end_of_a_forked_copy_is_no_end_of_the_worker(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
     posted: list[str] = []
     monkeypatch.setattr(agreement, "post", lambda key, text: posted.append(text))
-    monkeypatch.setattr(agreement, "_service_answers", lambda: True)
+    monkeypatch.setattr(agreement, "service_answers", lambda: True)
     with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
         agreement._leave()
     assert posted == []
@@ -52,14 +57,21 @@ def test_end_after_the_workers_had_parted_names_the_cause(agreement: Agreement, 
     """The other worker may look only then: its collective fails as soon as the process of this one is gone."""
     posted: dict[str, str] = {}
     monkeypatch.setattr(agreement, "post", posted.__setitem__)
-    monkeypatch.setattr(agreement, "_service_answers", lambda: True)
-    found = [WorkerStatus("worker:0", "model.fit", blocked_secs=PARTED_SECS, part=step_of("2 sums"))]
-    monkeypatch.setattr(agreement._watch, "states", lambda: found)
+    monkeypatch.setattr(agreement, "service_answers", lambda: True)
+    beats = itertools.count()
+
+    def status_of_other(key: str, timeout_ms: int) -> str:
+        part = step_of("2 sums")
+        return WorkerStatus("worker:0", "model.fit", blocked_secs=PARTED_SECS, part=part, beat=next(beats)).to_json()
+
+    monkeypatch.setattr(agreement, "peek", status_of_other)
+    monkeypatch.setattr(agreement, "lost", dict)
     own = WorkerStatus("worker:1", "model.fit", blocked_secs=PARTED_SECS, part=step_of("1 sum"))
     monkeypatch.setattr(agreement, "state", lambda *_: (own, TASKS[:1]))
     wait = _Wait("model.fit", "", 0, TASKS[:1], 0.0)
     monkeypatch.setattr(agreement, "current_wait", lambda: wait)
-    agreement._watch._look()
+    for _ in range(2):
+        agreement._watch._look()
     agreement.end()
     other = Agreement(TASKS[0], TASKS)
     monkeypatch.setattr(other, "peek", lambda key, timeout_ms: posted[key])

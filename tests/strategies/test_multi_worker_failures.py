@@ -45,8 +45,8 @@ def misfortune():
 # Each step is a wait that can't end, or one that can; the last ones end all collectives, and a worker.
 CALLS_OF_ONE_WORKER = """
 import contextlib, time
-from tfdist.coordination import worker_states
-worker_states.PARTED_SECS = 3.5  # for the test; 5 s otherwise
+from tfdist.coordination import worker_waits
+worker_waits.PARTED_SECS = 3.5  # for the test; 5 s otherwise
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[POLICY])
 agreement = strategy.distribution.agreement
 with strategy.scope():
@@ -120,8 +120,8 @@ def test_no_wait_of_one_worker_alone_goes_on(tmp_path: pathlib.Path, policy: str
 
 
 DIFFERENT_STEPS = """
-from tfdist.coordination import worker_states
-worker_states.PARTED_SECS = 3.5  # for the test; 5 s otherwise
+from tfdist.coordination import worker_waits
+worker_waits.PARTED_SECS = 3.5  # for the test; 5 s otherwise
 strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60)
 class Model(keras.Sequential):
     def train_step(self, data):

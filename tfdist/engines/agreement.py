@@ -7,8 +7,8 @@ values.
 
 No wait for other workers continues when it can't end. Once a second a thread of each worker looks if the worker waits
 in an exchange, in a sum (`joint`), or in a TensorFlow function with collectives. A worker that waits publishes its
-`WorkerStatus`, and reads the others'. It fails its wait if `worker_states.verdict` says that it can't end: an exchange
-or a sum by an exception, TensorFlow's collectives by aborting them. A worker that ends publishes that, too.
+`WorkerStatus`, and reads the others'. It fails its wait if `worker_waits.Waits` says that it can't end: an exchange or
+a sum by an exception, TensorFlow's collectives by aborting them. A worker that ends publishes that, too.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tfdist import _forks
 from tfdist.cluster import Task
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
-from tfdist.coordination import keepalive, lost_servers, stalls, usage, worker_states
+from tfdist.coordination import keepalive, lost_servers, stalls, usage, worker_waits
 from tfdist.coordination.usage import Usage
-from tfdist.coordination.worker_states import WorkerStatus
+from tfdist.coordination.worker_waits import WorkerStatus
 
 # Timeout of one read from the service, during which Python can't deliver Ctrl-C.
 _ASK_MS = 1000
@@ -51,15 +51,9 @@ _END_SECS = 3.0
 # Time in which the service shows how a worker has ended whose connection is lost.
 _EXPLAIN_SECS = 0.5
 _MESSAGE_CHARS = 500
-# A worker looks at the others once it has waited for so long.
-_LOOK_AFTER_SECS = 2.0
 _LOOK_EVERY_SECS = 1.0
 # With more workers than this they look less often, because each reads the states of all.
 _WORKERS_PER_LOOK = 20
-# A state that was not renewed for so many looks is of a worker that hangs.
-_FRESH_LOOKS = 4
-# For so long a wait that can't end stays published.
-_SHOWN_SECS = 3.0
 # On GPUs a step computes while the process is idle.
 _IDLE_SECS_ON_GPU = 60.0
 # At its end the chief, with which the service ends, waits so long for others that need nothing of it any more.
@@ -190,7 +184,7 @@ class Agreement:
         found = {task: json.loads(self._get(f"{key}/{task}", what, number, [task])) for task in self.tasks}
         calls = {str(task): call for task, (call, _) in found.items()}
         if len(set(calls.values())) > 1:
-            raise RuntimeError(worker_states.parted(calls))
+            raise RuntimeError(worker_waits.parted(calls))
         return {task: value for task, (_, value) in found.items()}
 
     def meet(self, call: str, what: str) -> None:
@@ -332,7 +326,7 @@ class Agreement:
         def within(*args: Any) -> Any:
             # A step calls it in a thread of TensorFlow's.
             is_in_main = threading.current_thread() is threading.main_thread()
-            with self.joint(part=worker_states.OUTSIDE if is_in_main else worker_states.STEP):
+            with self.joint(part=worker_waits.OUTSIDE if is_in_main else worker_waits.STEP):
                 return function(*args)
 
         return within
@@ -353,11 +347,11 @@ class Agreement:
     def failure_behind(self, error: BaseException) -> Exception | None:
         """Returns the reason for which a sum of TensorFlow's over all workers raised `error`, if it is known."""
         own = WorkerStatus(str(self.task), self._main_call())
-        if isinstance(error, tf.errors.OpError) and (told := worker_states.PARTED.search(str(error))):
+        if isinstance(error, tf.errors.OpError) and (told := worker_waits.PARTED.search(str(error))):
             # The worker that saw it first has aborted the collectives, and says so before it ends.
-            return self._watch.noted(told.group())
+            return self._watch.failed(told.group())
         if isinstance(error, tf.errors.OpError) and _MISMATCH.search(str(error)):
-            return RuntimeError(worker_states.mismatch(own))
+            return RuntimeError(worker_waits.mismatch(own))
         # Keras puts some errors into the text of its own.
         is_quoted = self._failure is not None and str(self._failure) in str(error)
         if not (is_quoted or isinstance(error, _ERRORS_OF_COLLECTIVES)):
@@ -368,7 +362,7 @@ class Agreement:
         except ConnectionError as loss:
             return loss
         peer = "" if found else self._lost_peer(str(error))
-        return ConnectionError(worker_states.never(own, {peer: worker_states.LOST})) if peer else found
+        return ConnectionError(worker_waits.never(own, {peer: worker_waits.LOST})) if peer else found
 
     def _lost_peer(self, text: str) -> str:
         """Returns the task whose connection is lost by an error of TensorFlow's, before its heartbeats are missed."""
@@ -395,7 +389,7 @@ class Agreement:
                 time.sleep(_PEEK_MS / 1000)
         except ConnectionError as service:
             return service
-        killed = ConnectionError(worker_states.never(own, dict.fromkeys(lost, worker_states.LOST)))
+        killed = ConnectionError(worker_waits.never(own, dict.fromkeys(lost, worker_waits.LOST)))
         return found or (killed if lost else loss)
 
     def abort(self, error: Exception) -> None:
@@ -431,10 +425,10 @@ class Agreement:
             return own, ()
         # Keras' step is a function; other sums of a call, such as those of metrics, are operations.
         if operation or function is None:
-            part = worker_states.OUTSIDE
-            what = worker_states.A_VARIABLE if operation.startswith("collective_bcast") else worker_states.A_SUM
+            part = worker_waits.OUTSIDE
+            what = worker_waits.A_VARIABLE if operation.startswith("collective_bcast") else worker_waits.A_SUM
         else:
-            part, what = worker_states.step_of(function.collectives), function.name
+            part, what = worker_waits.step_of(function.collectives), function.name
         return dataclasses.replace(own, call=self._main_call() or what, part=part), self._others
 
     def note_traced(self, graph: Any) -> None:
@@ -453,7 +447,7 @@ class Agreement:
     def waited_for(self) -> str:
         """Returns the names of the other workers that don't wait themselves."""
         names = [str(task) for task in self._others]
-        waiting = {task for task in names if (state := self._watch.read(task)) and state[1].blocked_secs}
+        waiting = {task for task in names if (state := self._watch.read(task)) and state.blocked_secs}
         return ", ".join(name for name in names if name not in waiting) or ", ".join(names)
 
     def check_others(self) -> None:
@@ -461,7 +455,7 @@ class Agreement:
         self.check()
         lost = self.lost()
         if lost:
-            raise ConnectionError(worker_states.never(WorkerStatus(str(self.task)), lost))
+            raise ConnectionError(worker_waits.never(WorkerStatus(str(self.task)), lost))
 
     def lost(self) -> dict[str, str]:
         """Returns how other workers have failed, by name, as far as the service knows.
@@ -469,7 +463,7 @@ class Agreement:
         Raises:
           ConnectionError: the service does not answer.
         """
-        if not self._service_answers():
+        if not self.service_answers():
             return {}
         jobs = {job: sum(task.type == job for task in self.tasks) for job in dict.fromkeys(t.type for t in self.tasks)}
         try:
@@ -477,7 +471,7 @@ class Agreement:
         except tf.errors.OpError as error:
             raise self._service_lost(error) from None
         return {
-            task: worker_states.LOST if _SILENT in text else text
+            task: worker_waits.LOST if _SILENT in text else text
             for task, text in states.items()
             if task != str(self.task)
         }
@@ -493,7 +487,7 @@ class Agreement:
                 found += [str(task)] if lost_servers.is_refused(self._addresses[task], _PROBE_SECS) else []
         return found
 
-    def _service_answers(self) -> bool:
+    def service_answers(self) -> bool:
         """Returns False if the service does not answer now; raises ConnectionError if it has not for long.
 
         The request for the others' states has no time limit, and blocks Python meanwhile. So this one, which has, comes
@@ -510,7 +504,7 @@ class Agreement:
                 return False
             own, _ = self.state()
             text = f"it has the coordination service, and has not answered for {keepalive.LOST_SECS:g} s"
-            raise ConnectionError(worker_states.never(own, {str(self.tasks[0]): text})) from None
+            raise ConnectionError(worker_waits.never(own, {str(self.tasks[0]): text})) from None
         except tf.errors.OpError as error:
             raise self._service_lost(error) from None
         self._silent_since, self._has_answered = None, True
@@ -519,7 +513,7 @@ class Agreement:
     def _service_lost(self, error: tf.errors.OpError) -> ConnectionError:
         own, reason = self.state()[0], str(error).partition("\n")[0]
         is_gone, text = isinstance(error, tf.errors.UnavailableError), f"its coordination service fails: {reason}"
-        return ConnectionError(worker_states.never(own, {str(self.tasks[0]): worker_states.LOST if is_gone else text}))
+        return ConnectionError(worker_waits.never(own, {str(self.tasks[0]): worker_waits.LOST if is_gone else text}))
 
     def _next_key(self, what: str) -> tuple[int, str]:
         self._count += 1
@@ -560,16 +554,15 @@ class Agreement:
 
     # The end of the program.
 
-    def end(self, how: str = worker_states.HAS_ENDED) -> None:
+    def end(self, how: str = worker_waits.HAS_ENDED) -> None:
         """Tells the other workers that this one makes no more calls; done at the end of the program."""
         if self._ended or not self.is_of_this_process:
             return
         self._ended = how
         with contextlib.suppress(ConnectionError):
             # Storing has no time limit.
-            if self._service_answers():
-                reason = self._watch.known if time.monotonic() < self._watch.shown_until else ""
-                self._watch.post(WorkerStatus(str(self.task), ended=worker_states.ended_by(how, reason)))
+            if self.service_answers():
+                self._watch.end(how)
 
     def close(self) -> None:
         """Ends the threads, after which this worker makes no more calls; may be called again."""
@@ -585,7 +578,7 @@ class Agreement:
 
     def _leave(self) -> None:
         self.end()
-        if self.is_chief and self._ended == worker_states.HAS_ENDED:
+        if self.is_chief and self._ended == worker_waits.HAS_ENDED:
             self._await_others()
         self.close()
 
@@ -606,7 +599,7 @@ class Agreement:
 
     def _is_served(self, task: str, is_late: bool) -> bool:
         state = self._watch.read(task)
-        if state is not None and state[1].ended:
+        if state is not None and state.ended:
             return True
         if not is_late:
             return False
@@ -617,23 +610,19 @@ class Agreement:
 
 
 class _Watch:
-    """Publishes this worker's state while it waits, and fails waits that can't end; see the module's docstring."""
+    """Publishes this worker's status while it waits, and fails waits that can't end; see the module's docstring."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._others = [str(task) for task in agreement.tasks if task != agreement.task]
+        # The main thread ends it, and takes its reasons; another one looks.
+        self._lock, self._has_ended = threading.Lock(), False
+        self._waits = worker_waits.Waits(str(agreement.task), self._others)
         self._idle_secs = 0.0
         self.call = stalls.BlockedCall("a collective")
         self._idleness = stalls.Idleness()
         self._token, self._since = -1, 0.0
         self._has_aborted = False
-        # Until when a wait that can't end stays published; and, if the workers had parted, why: no later wait's cause.
-        self.shown_until, self.known = 0.0, ""
-        # The main thread posts the end.
-        self._posting, self._has_ended = threading.Lock(), False
-        self._beat, self._is_posted, self._looks = 0, False, 0
-        # Of each other worker the last beat and state that this wait has read, and the look at which they were new.
-        self._read: dict[str, tuple[int, WorkerStatus, int]] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist workers", daemon=True)
 
@@ -648,35 +637,16 @@ class _Watch:
         if self._thread.is_alive():
             self._thread.join(_END_SECS)
 
-    def post(self, state: WorkerStatus) -> None:
-        """Publishes a state of this worker; none after that of its end."""
-        with self._posting:
-            self._has_ended = self._has_ended or bool(state.ended)
-            if self._has_ended and not state.ended:
-                return
-            self._beat += 1
-            self._agreement.post(f"state/{state.task}", json.dumps([self._beat, state.to_json()]))
+    def end(self, how: str) -> None:
+        """Publishes how the program has ended; nothing is published after it."""
+        with self._lock:
+            self._has_ended = True
+            self._post(self._waits.end(how, time.monotonic()))
 
-    def read(self, task: str) -> tuple[int, WorkerStatus] | None:
-        """Returns the last state that a worker has published, with its beat; None if there is none."""
+    def read(self, task: str) -> WorkerStatus | None:
+        """Returns the last status that a worker has published; None if there is none."""
         text = self._agreement.peek(f"state/{task}", _STATE_MS)
-        if text is None:
-            return None
-        beat, state = json.loads(text)
-        return beat, WorkerStatus.from_json(task, state)
-
-    def states(self) -> list[WorkerStatus]:
-        """Returns the states of the others, where one that was not renewed for some looks is of no wait."""
-        found = []
-        for task in self._others:
-            known, new = self._read.get(task), self.read(task)
-            if new and (known is None or new[0] != known[0]):
-                # The first one of a wait may be old.
-                known = self._read[task] = (*new, self._looks if known else -_FRESH_LOOKS)
-            _, state, at = known or (0, WorkerStatus(task), -_FRESH_LOOKS)
-            is_fresh = self._looks - at < _FRESH_LOOKS
-            found.append(state if is_fresh or state.ended else dataclasses.replace(state, blocked_secs=0.0))
-        return found
+        return None if text is None else WorkerStatus.from_json(text)
 
     def loss(self, own: WorkerStatus, awaited: Sequence[Task]) -> Exception | None:
         """Returns an exception that names those of the awaited tasks that have ended or failed; None if none has.
@@ -685,21 +655,28 @@ class _Watch:
           ConnectionError: the service does not answer.
         """
         names = [str(task) for task in awaited]
-        ended = [state for task in names if (found := self.read(task)) and (state := found[1]).ended]
-        reason = worker_states.verdict(own, ended, names, self.known)
+        with self._lock:
+            self._hear(names)
+            reason = self._waits.reason(names, own)
         lost = {} if reason else {task: text for task, text in self._agreement.lost().items() if task in names}
         if not reason and not lost:
-            lost = dict.fromkeys(self._agreement.gone(awaited), worker_states.LOST)
+            lost = dict.fromkeys(self._agreement.gone(awaited), worker_waits.LOST)
         if lost:
-            reason = worker_states.never(own, lost)
-        return self.noted(reason) if reason else None
+            reason = worker_waits.never(own, lost)
+        return self.failed(reason) if reason else None
 
-    def noted(self, reason: str) -> Exception:
-        """Returns the exception for a wait that can't end; that the workers have parted is noted."""
-        if not worker_states.PARTED.match(reason):
-            return ConnectionError(reason)
-        self.known = reason
-        return RuntimeError(reason)
+    def failed(self, reason: str) -> Exception:
+        """Returns the exception for a wait that can't end."""
+        have_parted = self._waits.failed(reason, time.monotonic())
+        return RuntimeError(reason) if have_parted else ConnectionError(reason)
+
+    def _post(self, status: WorkerStatus) -> None:
+        self._agreement.post(f"state/{status.task}", status.to_json())
+
+    def _hear(self, tasks: Sequence[str]) -> None:
+        for task in tasks:
+            if (status := self.read(task)) is not None:
+                self._waits.hear(status)
 
     def _run(self) -> None:
         every = max(_LOOK_EVERY_SECS, len(self._others) / _WORKERS_PER_LOOK)
@@ -715,22 +692,12 @@ class _Watch:
         in_collective = not own.blocked_secs and bool(awaited)
         if in_collective:
             own = dataclasses.replace(own, blocked_secs=time.monotonic() - self._since - self._idle_secs)
-        if own.blocked_secs < _LOOK_AFTER_SECS:
-            self._read.clear()
-            if time.monotonic() < self.shown_until:
-                return
-            if self._is_posted:
-                self.post(dataclasses.replace(own, blocked_secs=0.0))
-            self._is_posted = False
-            return
         try:
             error = self._error(own, awaited)
         except ConnectionError as loss:
             error = loss
         if error is None:
             return
-        # The others may look later, and must still see this wait to end theirs, if the program catches the error.
-        self.shown_until = time.monotonic() + _SHOWN_SECS
         if not in_collective and wait is not None:
             # Of this wait only: if it has ended meanwhile, the reason must not end another one.
             wait.failure = wait.failure or error
@@ -739,19 +706,22 @@ class _Watch:
             self._agreement.abort(error)
 
     def _error(self, own: WorkerStatus, awaited: Sequence[Task]) -> Exception | None:
-        self._looks += 1
-        if self._agreement._service_answers():
-            self.post(own)
-            self._is_posted = True
-        reason = worker_states.verdict(own, self.states(), [str(task) for task in awaited], self.known)
-        return self.noted(reason) if reason else self.loss(own, awaited)
+        with self._lock:
+            status, is_waiting = self._waits.look(own, time.monotonic())
+            if status is not None and not self._has_ended and (not is_waiting or self._agreement.service_answers()):
+                self._post(status)
+            if not is_waiting:
+                return None
+            self._hear(self._others)
+            reason = self._waits.reason([str(task) for task in awaited])
+        return self.failed(reason) if reason else self.loss(own, awaited)
 
     def _blocked_frame(self) -> FrameType | None:
         """Returns the main thread's frame if it has been blocked in TensorFlow and the process idle for a while."""
         is_idle, call, now = self._idleness.check(), self.call(), time.monotonic()
         if call is None or call[1] != self._token or not is_idle:
             self._token, self._since = call[1] if call else -1, now
-        is_long = call is not None and now - self._since >= _LOOK_AFTER_SECS
+        is_long = call is not None and now - self._since >= worker_waits.LOOK_AFTER_SECS
         return self.call.frame if is_long else None
 
 

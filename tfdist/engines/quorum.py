@@ -39,7 +39,7 @@ import tensorflow as tf
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, patched_attributes, without_all_reduce
 from tfdist.compat.tensorflow import replicas
-from tfdist.coordination import delay_hook, stalls, worker_states
+from tfdist.coordination import delay_hook, stalls, worker_waits
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import Verdict
 from tfdist.engines.agreement import Agreement
@@ -214,7 +214,7 @@ class QuorumEngine(Engine):
             # Otherwise the second thread reports at once that it has started, which implies this.
             self._client.want(of.number, current.step)
         try:
-            with self._reporter.waiting("an update"), self._agreement.joint(part=worker_states.STEP):
+            with self._reporter.waiting("an update"), self._agreement.joint(part=worker_waits.STEP):
                 verdict = self._client.wait(of.number, current.step, self._check)
         except ConnectionError as loss:
             raise self._agreement.explain(loss, self._client.lost) from None

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of workers that wait for each other, and the decision whether a wait can still end. No TensorFlow import.
+"""Decides which waits of a worker for other workers can still end. Pure: no clock, thread, socket or TensorFlow.
 
 A call that needs all workers ends late if a worker is slow. It never ends if a worker has ended, or if all wait, each
-in another call. Each worker publishes its `WorkerStatus` while it waits; `verdict` tells these cases apart.
+in another call. Each worker publishes its `WorkerStatus` while it waits; its `Waits` takes its own status and those of
+the others (events in), and says what to publish and why a wait can't end (answers out).
+
+    look    own status, time      ->  the status to publish, and whether the others are to be read
+    hear    another's status
+    reason  tasks waited for      ->  why this wait can't end, or None
+    end     how the program ended ->  the last status to publish
 """
 
 from __future__ import annotations
@@ -13,8 +19,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
+# A worker looks at the others once it has waited for so long.
+LOOK_AFTER_SECS = 2.0
 # All workers must wait for so long, each in another call, before this counts as a deadlock.
 PARTED_SECS = 5.0
+# For so long a wait that can't end stays published, so that others, which look later, end theirs.
+SHOWN_SECS = 3.0
+# A status that was not renewed for so many looks is of a worker that hangs.
+_FRESH_LOOKS = 4
 HAS_ENDED = "has ended"
 # A call that is known by no name.
 A_SUM = "a sum over all workers"
@@ -45,8 +57,10 @@ class WorkerStatus:
       number: the number of the exchange that it waits for; 0 for no numbered exchange.
       blocked_secs: for how long it has waited for other workers without progress; 0 if it does not wait.
       log: its last numbered exchanges.
-      ended: how its program has ended, and why if the workers had parted; "" if it has not.
+      ended: how its program has ended; "" if it has not.
       part: of a collective, `step_of` or `OUTSIDE`: whether it is in a step of that call; "" if it is not known.
+      cause: why its last wait could not end, if the workers had parted.
+      beat: number of statuses that it has published.
     """
 
     task: str
@@ -57,6 +71,8 @@ class WorkerStatus:
     log: Mapping[int, str] = dataclasses.field(default_factory=dict)
     ended: str = ""
     part: str = ""
+    cause: str = ""
+    beat: int = 0
 
     @property
     def place(self) -> tuple[int, str]:
@@ -68,43 +84,105 @@ class WorkerStatus:
         """Name of the worker's call, for messages."""
         return f"{self.call} ({self.what})" if self.call and self.what else self.call or self.what
 
-    @property
-    def doing_in_part(self) -> str:
-        """Name of the worker's call, and of the part of it, for messages."""
-        return f"{self.call} ({self.part})" if self.call and self.part and not self.what else self.doing
-
     def to_json(self) -> str:
-        """Returns the state as text, without the task's name."""
-        return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if name != "task"})
+        """Returns the status as text."""
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, task: str, text: str) -> WorkerStatus:
-        """Returns the state of a task from text."""
+    def from_json(cls, text: str) -> WorkerStatus:
+        """Returns the status from text."""
         fields = json.loads(text)
-        return cls(task, **{**fields, "log": {int(number): what for number, what in fields["log"].items()}})
+        return cls(**{**fields, "log": {int(number): what for number, what in fields["log"].items()}})
 
 
-def verdict(own: WorkerStatus, others: Sequence[WorkerStatus], awaited: Sequence[str], known: str = "") -> str | None:
-    """Returns why this worker's wait can't end, in one line; None if it may end.
+class Waits:
+    """The waits of one worker.
 
     Args:
-      own: state of this worker, which waits.
-      others: current states of the others, as far as they are known.
-      awaited: names of the tasks that this worker waits for.
-      known: why an earlier wait of this worker could not end; "" if there is none.
+      task: name of this worker.
+      others: names of the other workers.
     """
-    ended = [state for state in others if state.ended and state.task in awaited]
-    # That the workers parted is the cause, of which the end of the one that saw it first is a consequence.
-    causes = [cause.group() for state in ended if (cause := PARTED.search(state.ended))]
-    if causes and causes[0] != known:
-        return causes[0]
-    if ended:
-        return _of_ended(own, ended)
-    # Who has ended, and is not awaited, makes no call any more that could end the waits of the others.
-    states = [own, *(state for state in others if not state.ended)]
-    if any(state.blocked_secs < PARTED_SECS for state in states) or _are_together(states):
-        return None
-    return _of_parted(states)
+
+    def __init__(self, task: str, others: Sequence[str]) -> None:
+        self._own = WorkerStatus(task)
+        self._others = {other: WorkerStatus(other) for other in others}
+        # The look at which the status of another was new; the first one of a wait may be old.
+        self._new_at: dict[str, int] = {}
+        self._looks = self._beat = 0
+        self._is_shown, self._shown_until = False, 0.0
+        # Why an earlier wait could not end, if the workers had parted: no later wait's reason.
+        self._known = ""
+
+    def look(self, own: WorkerStatus, now: float) -> tuple[WorkerStatus | None, bool]:
+        """Takes the current status of this worker, about once a second.
+
+        Args:
+          own: the status.
+          now: time, seconds.
+
+        Returns:
+          The status to publish, if any, and True if this worker waits: then the others are to be heard.
+        """
+        self._own, is_waiting = own, own.blocked_secs >= LOOK_AFTER_SECS
+        if is_waiting:
+            self._looks += 1
+            self._is_shown = True
+            return self._to_publish(own), True
+        self._new_at.clear()
+        if not self._is_shown or now < self._shown_until:
+            return None, False
+        self._is_shown = False
+        return self._to_publish(dataclasses.replace(own, blocked_secs=0.0)), False
+
+    def hear(self, status: WorkerStatus) -> None:
+        """Takes the last status that another worker has published."""
+        if status.task not in self._new_at:
+            self._new_at[status.task] = self._looks - _FRESH_LOOKS
+        elif status.beat != self._others[status.task].beat:
+            self._new_at[status.task] = self._looks
+        self._others[status.task] = status
+
+    def reason(self, awaited: Sequence[str], own: WorkerStatus | None = None) -> str | None:
+        """Returns why the wait of this worker can't end, in one line; None if it may end.
+
+        Args:
+          awaited: names of the tasks that it waits for.
+          own: status of this worker, that of the last look by default.
+        """
+        own, others = own or self._own, [self._current(each) for each in self._others.values()]
+        ended = [each for each in others if each.ended and each.task in awaited]
+        # That the workers parted is the cause, of which the end of the one that saw it first is a consequence.
+        cause = next((each.cause for each in ended if each.cause), "")
+        if cause and cause != self._known:
+            return cause
+        if ended:
+            return _of_ended(own, ended)
+        # A worker that has ended, and is not awaited, makes no call any more that could end the waits of the others.
+        living = [own, *(each for each in others if not each.ended)]
+        if any(each.blocked_secs < PARTED_SECS for each in living) or _are_together(living):
+            return None
+        return _of_parted(living)
+
+    def failed(self, reason: str, now: float) -> bool:
+        """Notes that a wait fails for this reason, from `reason` or of a lost worker; True if the workers parted."""
+        self._shown_until = now + SHOWN_SECS
+        if not PARTED.match(reason):
+            return False
+        self._known = reason
+        return True
+
+    def end(self, how: str, now: float) -> WorkerStatus:
+        """Returns the last status of this worker, to be published at the end of its program."""
+        is_cause = self._known and (now < self._shown_until or self._known in how)
+        return self._to_publish(WorkerStatus(self._own.task, ended=how, cause=self._known if is_cause else ""))
+
+    def _to_publish(self, status: WorkerStatus) -> WorkerStatus:
+        self._beat += 1
+        return dataclasses.replace(status, beat=self._beat)
+
+    def _current(self, status: WorkerStatus) -> WorkerStatus:
+        is_fresh = self._looks - self._new_at.get(status.task, -_FRESH_LOOKS) < _FRESH_LOOKS
+        return status if is_fresh or status.ended else dataclasses.replace(status, blocked_secs=0.0)
 
 
 def _are_together(states: Sequence[WorkerStatus]) -> bool:
@@ -114,11 +192,6 @@ def _are_together(states: Sequence[WorkerStatus]) -> bool:
     parts = {state.part for state in states if state.part}
     steps = {part for part in parts if part != OUTSIDE}
     return bool(states[0].what) or len(parts) < 2 or (OUTSIDE not in parts and len(steps - {STEP}) < 2)
-
-
-def ended_by(how: str, reason: str) -> str:
-    """Returns `WorkerStatus.ended` of a program that has ended with `how` after its last wait could not end."""
-    return f"{how}: {reason}" if PARTED.match(reason) and not PARTED.search(how) else how
 
 
 def step_of(collectives: str) -> str:
@@ -156,7 +229,9 @@ def _of_ended(own: WorkerStatus, ended: Sequence[WorkerStatus]) -> str:
 def _of_parted(states: Sequence[WorkerStatus]) -> str:
     """Message for workers that wait in different calls, or parts of one: by their first exchange that differs."""
     if len({state.place for state in states}) == 1:
-        return parted({state.task: state.doing_in_part for state in states})
+        return parted(
+            {each.task: f"{each.doing} ({each.part})" if each.doing and each.part else each.doing for each in states}
+        )
     common = set.intersection(*(set(state.log) for state in states))
     differing = [number for number in sorted(common) if len({state.log[number] for state in states}) > 1]
     if differing:
