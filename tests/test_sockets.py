@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TWO = Cluster({"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}}, Task("worker", 0))
 
 
-def echo() -> _sockets.Conversation:
+def echo(peer: _sockets.Peer) -> _sockets.Conversation:
     line = yield b"hello\n"
     while line != b"bye":
         line = yield line + b"\n"
@@ -160,7 +161,8 @@ def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
     answering = rendezvous.Answering.__new__(rendezvous.Answering)
     answering._cluster, answering._secret, answering._on_met = TWO, b"a secret", met.append
     visitors = doctor.Callers(TWO, {})
-    for conversation in (answering._converse(), visitors.converse()):
+    peer = mock.create_autospec(_sockets.Peer)
+    for conversation in (answering._converse(peer), visitors.converse(peer)):
         next(conversation)
         with contextlib.suppress(StopIteration):
             for line in lines:

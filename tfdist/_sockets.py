@@ -17,6 +17,7 @@ import errno
 import hmac
 import ipaddress
 import json
+import math
 import re
 import selectors
 import socket
@@ -28,7 +29,7 @@ from typing import Any, TypeVar
 from tfdist import _forks
 
 T = TypeVar("T")
-# Yields each line to send, and receives the peer's next line. When it returns, the peer closes the connection first.
+# Yields each line to send, or b"", and receives the peer's next line. Once it has returned, the peer closes first.
 Conversation = Generator[bytes, bytes, None]
 
 MOST_PEERS = 128
@@ -214,36 +215,61 @@ def read_line(connection: socket.socket, timeout_secs: float, prefix: bytes = b"
     return line
 
 
-class _Peer:
-    def __init__(self, connection: socket.socket, host: str, until: float, conversation: Conversation) -> None:
-        self.socket = connection
-        self.host = host
-        self.until = until
-        self.conversation = conversation
-        self.buffer = b""
-        self.is_done = False
+class Peer:
+    """A connection to a `LineServer`.
+
+    Attributes:
+      name: "host:port" at its other end.
+      reason: why the server closed it, as a clause after "which"; "" before.
+    """
+
+    def __init__(self, connection: socket.socket, name: str, until: float) -> None:
+        self.name, self.reason = name, ""
+        self._socket, self._until = connection, until
+        self._buffer = b""
+        self._is_done = False
+        self._conversation: Conversation
+
+    @property
+    def host(self) -> str:
+        """The host at its other end."""
+        return self.name.rpartition(":")[0]
+
+    def stay(self) -> None:
+        """Ends the time limit of the conversation: the peer has proved that it belongs to the job."""
+        self._until = math.inf
 
 
 class LineServer:
-    """Holds a short conversation, line by line, with each peer that connects, until it is closed.
+    """Holds a conversation, line by line, with each peer that connects, until it is closed.
+
+    One thread runs all conversations. A conversation is a generator; it is closed when the connection is.
 
     Args:
       sockets: listening sockets, which the server closes at its end.
       conversation: starts a conversation with a new peer.
       clock: returns seconds, monotonic.
+      tick: called by the server's thread every `every_secs` seconds.
+      every_secs: interval of `tick`.
     """
 
     def __init__(
         self,
         sockets: Iterable[socket.socket],
-        conversation: Callable[[], Conversation],
+        conversation: Callable[[Peer], Conversation],
         clock: Callable[[], float] = time.monotonic,
+        tick: Callable[[], object] | None = None,
+        every_secs: float = math.inf,
     ) -> None:
         self._sockets = list(sockets)
         self._conversation = conversation
         self._clock = clock
+        self._tick, self._every_secs = tick, every_secs
+        self._next_tick = clock() + every_secs
         # Oldest first.
-        self._peers: dict[_Peer, None] = {}
+        self._peers: dict[Peer, None] = {}
+        # The peer whose conversation runs now.
+        self._talking: Peer | None = None
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -258,17 +284,48 @@ class LineServer:
         self._thread.start()
         return self
 
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread and all connections; may be called again."""
+        self._stop.set()
+        self._wake_up()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_SECS)
+        for each in (self._wake, self._woken, *self._sockets):
+            each.close()
+
+    @property
+    def is_closing(self) -> bool:
+        """True once the server ends, and all conversations with it."""
+        return self._stop.is_set()
+
     def listen_everywhere(self) -> None:
         """Listens at the same port on all interfaces from now on; may be called again."""
         self._is_to_widen = True
         self._wake_up()
 
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._wake_up()
-        self._thread.join(_JOIN_SECS)
-        for each in (self._wake, self._woken, *self._sockets):
-            each.close()
+    def send(self, peer: Peer, line: bytes) -> None:
+        """Sends a line; called in conversations and by `tick`. Closes a connection that has not taken earlier lines."""
+        if peer not in self._peers or peer.reason:
+            return
+        try:
+            if peer._socket.send(line) < len(line):
+                self.drop(peer, "does not read what it is sent")
+        except OSError as error:
+            self.drop(peer, f"broke the connection ({error.strerror or error})")
+
+    def drop(self, peer: Peer, reason: str = "") -> None:
+        """Closes a connection, in conversations and by `tick`."""
+        peer.reason = peer.reason or reason
+        # A conversation that runs is closed when it waits again.
+        if peer is self._talking or peer not in self._peers:
+            return
+        del self._peers[peer]
+        self._selector.unregister(peer._socket)
+        peer._socket.close()
+        peer._conversation.close()
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -278,7 +335,7 @@ class LineServer:
         try:
             while not self._stop.is_set():
                 for key, _ in self._selector.select(self._next_timeout_secs()):
-                    if isinstance(key.data, _Peer):
+                    if isinstance(key.data, Peer):
                         if key.data in self._peers:
                             self._receive(key.data)
                     elif key.fileobj is self._woken:
@@ -288,16 +345,21 @@ class LineServer:
                     elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._sockets:
                         self._accept(key.fileobj)
                 now = self._clock()
-                for peer in [each for each in self._peers if each.until <= now]:
-                    self._drop(peer)
+                for peer in [each for each in self._peers if each._until <= now]:
+                    self.drop(peer, f"took longer than {PEER_SECS:.0f} s")
+                if self._tick is not None and now >= self._next_tick:
+                    self._next_tick = now + self._every_secs
+                    self._tick()
         finally:
+            self._stop.set()
             for peer in list(self._peers):
-                self._drop(peer)
+                self.drop(peer)
             self._selector.close()
 
     def _next_timeout_secs(self) -> float | None:
-        oldest = next(iter(self._peers), None)
-        return None if oldest is None else max(0.0, oldest.until - self._clock())
+        until = min((peer._until for peer in self._peers), default=math.inf)
+        until = min(until, self._next_tick)
+        return None if until == math.inf else max(0.0, until - self._clock())
 
     def _widen(self) -> None:
         self._is_to_widen = False
@@ -320,54 +382,57 @@ class LineServer:
             connection, address = listener.accept()
         except OSError as error:
             if error.errno in NO_RESOURCES:
-                self._make_room()
+                self._make_room("stayed silent while no more could be opened")
                 self._stop.wait(0.01)  # If no peer could be closed, other parts of the program must free descriptors.
             return
-        if len(self._peers) >= MOST_PEERS:
-            self._make_room()
-        connection.setblocking(False)
-        peer = _Peer(connection, address[0], self._clock() + PEER_SECS, self._conversation())
+        if len(self._strangers()) >= MOST_PEERS:
+            self._make_room(f"was one of more than {MOST_PEERS} strangers")
+        _forks.keep(connection).setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = Peer(connection, f"{address[0]}:{address[1]}", self._clock() + PEER_SECS)
+        peer._conversation = self._conversation(peer)
         self._peers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._send(peer, lambda: next(peer.conversation))
+        self._talk(peer, lambda: next(peer._conversation))
 
-    def _make_room(self) -> None:
-        if self._peers:
-            self._drop(to_give_way(self._peers, [peer.host for peer in self._peers]))
+    def _strangers(self) -> list[Peer]:
+        return [peer for peer in self._peers if peer._until != math.inf]
 
-    def _receive(self, peer: _Peer) -> None:
+    def _make_room(self, reason: str) -> None:
+        if strangers := self._strangers():
+            self.drop(to_give_way(strangers, [peer.host for peer in strangers]), reason)
+
+    def _receive(self, peer: Peer) -> None:
         try:
-            data = peer.socket.recv(LINE_BYTES)
+            data = peer._socket.recv(LINE_BYTES)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
-        if not data or peer.is_done:
-            self._drop(peer)
+        except OSError as error:
+            self.drop(peer, f"broke the connection ({error.strerror or error})")
             return
-        peer.buffer += data
-        while b"\n" in peer.buffer and not peer.is_done and peer in self._peers:
-            line, _, peer.buffer = peer.buffer.partition(b"\n")
-            self._send(peer, lambda line=line: peer.conversation.send(line))
-        if len(peer.buffer) > LINE_BYTES:
-            self._drop(peer)
+        if not data or peer._is_done:
+            self.drop(peer, "sent more than it was to" if data else "closed the connection")
+            return
+        peer._buffer += data
+        while b"\n" in peer._buffer and not peer._is_done and peer in self._peers:
+            line, _, peer._buffer = peer._buffer.partition(b"\n")
+            self._talk(peer, lambda line=line: peer._conversation.send(line))
+        if len(peer._buffer) > LINE_BYTES:
+            self.drop(peer, "sent a line without an end")
 
-    def _send(self, peer: _Peer, answer: Callable[[], bytes]) -> None:
+    def _talk(self, peer: Peer, answer: Callable[[], bytes]) -> None:
+        self._talking, line = peer, b""
         try:
-            data = answer()
-            if peer.socket.send(data) < len(data):
-                self._drop(peer)  # The peer has not read earlier lines.
+            line = answer()
         except StopIteration:
             # The peer closes first, so that the TIME_WAIT state is on its side and a server can bind this port.
-            peer.is_done = True
-        except OSError:
-            self._drop(peer)
-
-    def _drop(self, peer: _Peer) -> None:
-        del self._peers[peer]
-        self._selector.unregister(peer.socket)
-        peer.socket.close()
-        peer.conversation.close()
+            peer._is_done = True
+        finally:
+            self._talking = None
+        if peer.reason:
+            self.drop(peer)
+        elif line:
+            self.send(peer, line)
 
 
 def to_give_way(peers: Iterable[T], hosts: Iterable[str]) -> T:

@@ -179,6 +179,18 @@ def test_wait_that_cannot_end_stays_published_for_a_while():
     assert shown and not shown.blocked_secs and waits.look(WorkerStatus("worker:0"), 10.0) == (None, False)
 
 
+def test_status_that_is_not_renewed_is_of_no_wait():
+    """Its worker has stopped, or its wait has ended and it hangs: no deadlock, however long its last wait was."""
+    own, other = blocked(0, "model.evaluate"), blocked(1, "model.fit")
+    waits = Waits("worker:0", ["worker:1"])
+    found = []
+    for beat in (1, 2, 3, 3, 3, 3, 3):
+        waits.look(own, 100.0)
+        waits.hear(dataclasses.replace(other, beat=beat))
+        found.append(waits.reason(ALL) is not None)
+    assert found == [False, True, True, True, True, True, False]
+
+
 def test_workers_left_in_different_calls_part_though_one_has_ended():
     one, other = blocked(0, "model.evaluate", "comparing", 9), blocked(1, "model.fit", "comparing the models", 9)
     gone = WorkerStatus("worker:2", ended="worker:2 ended with RuntimeError")

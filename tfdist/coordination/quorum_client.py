@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from tfdist import _forks
+from tfdist import _forks, _sockets
 from tfdist.coordination import quorum_server
 from tfdist.coordination import quorum_server as wire
 from tfdist.coordination.quorum_server import Act, Doing, Kind, ProtocolError, Verdict, WorkerReport
@@ -19,7 +20,7 @@ _CONNECT_SECS = 30.0
 _RETRY_SECS = 0.1
 _POLL_SECS = 0.5
 _JOIN_SECS = 10.0
-_RECEIVE_BYTES = 4096
+_NONCE_BYTES = 32
 _DOING = {
     Doing.ELSEWHERE: " (has not come to this step yet)",
     Doing.LATE: " (still busy with an earlier step)",
@@ -78,7 +79,9 @@ class QuorumClient:
         # Names of the workers that the server has lost.
         self.lost: list[str] = []
         self._server = f"the quorum server of {self._names[0]} at {address[0]}:{address[1]}"
-        self._socket, self._frames = self._connect(address, secret)
+        # Bytes of a line that has not come whole.
+        self._buffer = b""
+        self._socket = self._connect(address, secret)
         self._thread = threading.Thread(target=self._listen, name="tfdist quorum client", daemon=True)
         self._thread.start()
 
@@ -177,7 +180,7 @@ class QuorumClient:
 
     # The connection.
 
-    def _connect(self, address: tuple[str, int], secret: bytes) -> tuple[socket.socket, wire.Frames]:
+    def _connect(self, address: tuple[str, int], secret: bytes) -> socket.socket:
         until = time.monotonic() + _CONNECT_SECS
         while True:
             try:
@@ -188,69 +191,73 @@ class QuorumClient:
                     raise
                 self._closing.wait(_RETRY_SECS)
 
-    def _connect_once(self, address: tuple[str, int], secret: bytes) -> tuple[socket.socket, wire.Frames]:
+    def _connect_once(self, address: tuple[str, int], secret: bytes) -> socket.socket:
         try:
             connection = _forks.keep(socket.create_connection(address, _CONNECT_SECS))
         except OSError as error:
             raise ConnectionError(f"{self._server} can't be reached: {error.strerror or error}") from error
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            frames = self._introduce(connection, secret)
+            self._introduce(connection, secret)
             connection.settimeout(quorum_server.STATUS_EVERY_SECS)
         except OSError as error:
             connection.close()
             if isinstance(error, ConnectionError) and error.errno is None:
                 raise
             raise ConnectionError(f"{self._server} does not answer: {error.strerror or error}") from error
-        return connection, frames
+        return connection
 
-    def _introduce(self, connection: socket.socket, secret: bytes) -> wire.Frames:
-        frames, nonce = wire.Frames(), secrets.token_bytes(wire.NONCE_BYTES)
+    def _introduce(self, connection: socket.socket, secret: bytes) -> None:
+        self._buffer, nonce = b"", secrets.token_hex(_NONCE_BYTES)
         hint = "; TFDIST_JOB_SECRET must be the same for all workers"
+        refused = f"{self._server} does not accept {self._names[self._worker]}"
         try:
-            server_nonce = wire.read_greeting(self._receive(connection, frames, wire.GREETING_BYTES, ""))
+            server_nonce = wire.read_greeting(self._receive(connection) or self._cut_off(refused))
             connection.sendall(wire.claim(secret, self._worker, server_nonce, nonce))
-            answer = self._receive(connection, frames, wire.PROOF_BYTES, hint)
+            answer = self._receive(connection) or self._cut_off(refused + hint)
             if answer == wire.REFUSAL:
-                raise ConnectionError(f"{self._server} does not accept {self._names[self._worker]}{hint}")
+                raise ConnectionError(refused + hint)
             wire.check_answer(answer, secret, self._worker, server_nonce, nonce)
         except ProtocolError as error:
             raise ConnectionError(f"{self._server} {error}{hint}") from None
-        return frames
 
-    def _receive(self, connection: socket.socket, frames: wire.Frames, size: int, hint: str) -> bytes:
-        while (piece := frames.take(size)) is None:
+    def _cut_off(self, text: str) -> NoReturn:
+        raise _CutOffError(text)
+
+    def _receive(self, connection: socket.socket) -> bytes:
+        """Returns the next line; b"" if the server has closed the connection."""
+        while b"\n" not in self._buffer:
             try:
-                data = connection.recv(_RECEIVE_BYTES)
+                data = connection.recv(_sockets.LINE_BYTES)
             except ConnectionResetError:
                 data = b""
             if not data:
-                raise _CutOffError(f"{self._server} does not accept {self._names[self._worker]}{hint}")
-            frames.feed(data)
-        return piece
+                return b""
+            self._buffer += data
+            if len(self._buffer) > 2 * _sockets.LINE_BYTES and b"\n" not in self._buffer:
+                raise ProtocolError("sent a line without an end")
+        line, end, self._buffer = self._buffer.partition(b"\n")
+        return line + end
 
     def _listen(self) -> None:
-        size = wire.verdict_bytes(len(self._names))
         heard = told = self._clock()
         try:
             while not self._closing.is_set():
-                for frame in self._frames.take_all(size):
-                    self._hear(Verdict.unpack(frame))
                 if self._clock() - told >= quorum_server.STATUS_EVERY_SECS:
                     told = self._clock()
                     self._report(WorkerReport(Act.ALIVE))
                 try:
-                    data = self._socket.recv(_RECEIVE_BYTES)
+                    line = self._receive(self._socket)
                 except TimeoutError:
                     if self._clock() - heard > self._silence_secs:
                         self._fail(f"{self._server} has been silent for {self._silence_secs:.0f} s")
                         return
                     continue
                 heard = self._clock()
-                if not data:
+                if not line:
                     self._fail(f"{self._server} is gone: it closed the connection")
                     return
-                self._frames.feed(data)
+                self._hear(Verdict.unpack(line))
         except (OSError, ProtocolError, ValueError) as error:
             self._fail(f"{self._server} is gone: {error}")
 

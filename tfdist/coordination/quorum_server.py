@@ -6,13 +6,12 @@
                                 ARRIVED step 7  --------->  policy.arrived: is the update due?
       <---------------------------------------------------  UPDATE 7 from workers 0, 2 and 5, to all workers
 
-The server carries control traffic only, some forty bytes per message. It owns the policy, which one thread runs. So the
+The server carries control traffic only, short lines. It owns the policy, which one thread runs. So the
 reports have one order, and all workers receive the same verdicts in the same order.
 
-The server listens at the chief's own address only. A client must prove that it knows the job's secret (see
-`quorum_server`). Other connections are closed with a line in the log. They can't block a worker: the server waits for
-no unidentified connection, and closes the oldest ones when there are too many. Messages after the handshake are neither
-encrypted nor signed, and neither are the gradients: the network between the workers must be trusted.
+The server, a `_sockets.LineServer`, listens at the chief's own address only. A client must prove that it knows the
+job's secret. Other connections are closed with a line in the log. Messages after the handshake are neither encrypted
+nor signed, and neither are the gradients: the network between the workers must be trusted.
 
 No TensorFlow import.
 """
@@ -20,50 +19,32 @@ No TensorFlow import.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import enum
-import hashlib
 import math
 import secrets
-import selectors
 import socket
-import struct
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from tfdist import _forks, _log, _sockets
 from tfdist.policies.base import Aggregation, Update
 
-# Wire format between a worker and the quorum server. Pure functions: no sockets, no TensorFlow.
+# Lines between a worker and the quorum server. A connection begins with a handshake, in which both sides prove that
+# they know the job's secret; the secret itself is never sent.
 #
-# A connection begins with a handshake, in which both sides prove that they know the job's secret; the secret itself is
-# never sent. Then each side sends frames of one size:
-#
-#     server -> worker   greeting   magic, nonce
-#     worker -> server   claim      magic, index of the worker, nonce, proof
+#     server -> worker   greeting   protocol, nonce
+#     worker -> server   claim      protocol, index of the worker, nonce, proof
 #     server -> worker   proof, or a refusal
 #     worker -> server   reports    state of this worker
 #     server -> worker   verdicts   contributors of an update, or the status of all workers
 #
-# A proof is the HMAC-SHA256 (RFC 2104) of both nonces, the role of the sender and the worker's index. Any other message
+# A proof is that of `_sockets.proof`, of both nonces, the role of the sender and the worker's index. Any other message
 # raises `ProtocolError`, and the receiver closes the connection.
 
 
-MAGIC = b"tfdist quorum 2\r\n"
-NONCE_BYTES = 32
-PROOF_BYTES = hashlib.sha256().digest_size
-
-_CLAIM = struct.Struct(f"!{len(MAGIC)}sI{NONCE_BYTES}s{PROOF_BYTES}s")
-_REPORT = struct.Struct("!BIQQd")
-_VERDICT = struct.Struct("!BQQdd")
-
-GREETING_BYTES = len(MAGIC) + NONCE_BYTES
-CLAIM_BYTES = _CLAIM.size
-# Sent in place of a proof; equals a proof with a probability of 2 to the -256.
-REFUSAL = b"refused".ljust(PROOF_BYTES, b"\0")
-REPORT_BYTES = _REPORT.size
+_PROTOCOL = "tfdist-quorum-3"
+REFUSAL = b"refused\n"
 
 # `Verdict.marks` of an update has this bit for a contributor; the other bits count the worker's dropped gradients.
 CONTRIBUTED = 0x80
@@ -104,7 +85,7 @@ class Doing(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class WorkerReport:
-    """A frame from a worker to the quorum server.
+    """A line from a worker to the quorum server.
 
     Attributes:
       act: state of the worker.
@@ -121,27 +102,30 @@ class WorkerReport:
     secs: float = 0.0
 
     def pack(self) -> bytes:
-        """Returns the frame, of `REPORT_BYTES` bytes."""
-        return _REPORT.pack(self.act, self.number, self.step, self.examples, self.secs)
+        """Returns the line."""
+        return f"{self.act:d} {self.number} {self.step} {self.examples} {self.secs!r}\n".encode()
 
     @classmethod
-    def unpack(cls, frame: bytes) -> WorkerReport:
-        """Parses a frame.
+    def unpack(cls, line: bytes) -> WorkerReport:
+        """Parses a line.
 
         Raises:
-          ProtocolError: the frame is of an unknown kind.
+          ProtocolError: it is no report.
         """
-        act, number, step, examples, secs = _REPORT.unpack(frame)
-        if act >= len(Act):
-            raise ProtocolError(f"sent a report of no known kind, {act}")
-        if not 0.0 <= secs < math.inf:
-            raise ProtocolError(f"sent a report of a contribution that took {secs} s")
-        return cls(Act(act), number, step, examples, secs)
+        try:
+            act, *numbers, secs = line.decode("ascii").split()
+            number, step, examples = map(int, numbers)
+            report = cls(Act(int(act)), number, step, examples, float(secs))
+        except ValueError:
+            raise ProtocolError("sent no report") from None
+        if not 0.0 <= report.secs < math.inf or min(number, step, examples) < 0:
+            raise ProtocolError("sent a report of impossible numbers")
+        return report
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A frame from the quorum server to a worker.
+    """A line from the quorum server to a worker.
 
     Attributes:
       kind: kind of the verdict.
@@ -160,20 +144,23 @@ class Verdict:
     spread_secs: float = 0.0
 
     def pack(self) -> bytes:
-        """Returns the frame, of `verdict_bytes` bytes."""
-        return _VERDICT.pack(self.kind, self.step, self.count, self.wait_secs, self.spread_secs) + self.marks
+        """Returns the line."""
+        numbers = f"{self.kind:d} {self.step} {self.count} {self.wait_secs!r} {self.spread_secs!r}"
+        return f"{numbers} {self.marks.hex() or '-'}\n".encode()
 
     @classmethod
-    def unpack(cls, frame: bytes) -> Verdict:
-        """Parses a frame.
+    def unpack(cls, line: bytes) -> Verdict:
+        """Parses a line.
 
         Raises:
-          ProtocolError: the frame is of an unknown kind.
+          ProtocolError: it is no verdict.
         """
-        kind, step, count, wait_secs, spread_secs = _VERDICT.unpack_from(frame)
-        if kind >= len(Kind):
-            raise ProtocolError(f"sent a verdict of no known kind, {kind}")
-        return cls(Kind(kind), step, frame[_VERDICT.size :], count, wait_secs, spread_secs)
+        try:
+            kind, step, count, wait_secs, spread_secs, marks = line.decode("ascii").split()
+            of_workers = b"" if marks == "-" else bytes.fromhex(marks)
+            return cls(Kind(int(kind)), int(step), of_workers, int(count), float(wait_secs), float(spread_secs))
+        except ValueError:
+            raise ProtocolError("sent no verdict") from None
 
     def contributors(self) -> tuple[int, ...]:
         """Returns the workers whose gradients form the update."""
@@ -182,11 +169,6 @@ class Verdict:
     def dropped(self) -> tuple[int, ...]:
         """Returns the workers whose gradients were dropped since the previous update, once per dropped gradient."""
         return tuple(worker for worker, mark in enumerate(self.marks) for _ in range(mark & _MOST_DROPPED))
-
-
-def verdict_bytes(num_workers: int) -> int:
-    """Returns the size of a verdict in a job of so many workers."""
-    return _VERDICT.size + num_workers
 
 
 def update_marks(num_workers: int, contributors: tuple[int, ...], dropped: tuple[int, ...]) -> bytes:
@@ -199,109 +181,72 @@ def update_marks(num_workers: int, contributors: tuple[int, ...], dropped: tuple
     return bytes(marks)
 
 
-class Frames:
-    """Cuts a stream of bytes into pieces of known sizes."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Appends received bytes."""
-        self._buffer += data
-
-    def take(self, size: int) -> bytes | None:
-        """Removes and returns the next `size` bytes, or returns None if fewer were received."""
-        if len(self._buffer) < size:
-            return None
-        piece = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return piece
-
-    def take_all(self, size: int) -> Iterator[bytes]:
-        """Yields all complete pieces of `size` bytes."""
-        while (piece := self.take(size)) is not None:
-            yield piece
+def greeting(nonce: str) -> bytes:
+    """Returns the server's first line of the handshake."""
+    return f"{_PROTOCOL} {nonce}\n".encode()
 
 
-def greeting(nonce: bytes) -> bytes:
-    """Returns the server's first message of the handshake."""
-    return MAGIC + nonce
-
-
-def read_greeting(data: bytes) -> bytes:
+def read_greeting(line: bytes) -> str:
     """Returns the nonce of a greeting.
 
     Raises:
-      ProtocolError: the data are no greeting.
+      ProtocolError: the line is no greeting.
     """
-    if not data.startswith(MAGIC):
-        raise ProtocolError("does not speak this protocol")
-    return data[len(MAGIC) :]
+    return _words_of(line, 2)[1]
 
 
-def claim(secret: bytes, worker: int, server_nonce: bytes, nonce: bytes) -> bytes:
-    """Returns the message with which a worker identifies itself."""
-    return _CLAIM.pack(MAGIC, worker, nonce, _sockets.proof(secret, *_words("worker", worker, server_nonce, nonce)))
+def claim(secret: bytes, worker: int, server_nonce: str, nonce: str) -> bytes:
+    """Returns the line with which a worker identifies itself."""
+    proof = _sockets.proof(secret, "quorum", "worker", worker, server_nonce, nonce).hex()
+    return f"{_PROTOCOL} {worker} {nonce} {proof}\n".encode()
 
 
-def read_claim(data: bytes, secret: bytes, num_workers: int, server_nonce: bytes) -> tuple[int, bytes]:
+def read_claim(line: bytes, secret: bytes, num_workers: int, server_nonce: str) -> tuple[int, bytes]:
     """Checks a claim.
 
     Returns:
       The worker's index, and the server's answer.
 
     Raises:
-      ProtocolError: the data are no claim, or the sender doesn't know the secret.
+      ProtocolError: the line is no claim, or the sender doesn't know the secret.
     """
-    magic, worker, nonce, proof = _CLAIM.unpack(data)
-    if magic != MAGIC:
-        raise ProtocolError("does not speak this protocol")
-    if not _sockets.is_proof(proof, secret, *_words("worker", worker, server_nonce, nonce)):
+    _, worker, nonce, proof = _words_of(line, 4)
+    if not worker.isdecimal() or not _sockets.is_proof(
+        proof, secret, "quorum", "worker", int(worker), server_nonce, nonce
+    ):
         raise ProtocolError("does not know this job's secret")
-    if worker >= num_workers:
+    if int(worker) >= num_workers:
         raise ProtocolError(f"says that it is worker {worker} of {num_workers}")
-    return worker, _sockets.proof(secret, *_words("server", worker, server_nonce, nonce))
+    answer = _sockets.proof(secret, "quorum", "server", int(worker), server_nonce, nonce)
+    return int(worker), answer.hex().encode() + b"\n"
 
 
-def check_answer(answer: bytes, secret: bytes, worker: int, server_nonce: bytes, nonce: bytes) -> None:
+def check_answer(line: bytes, secret: bytes, worker: int, server_nonce: str, nonce: str) -> None:
     """Checks that an answer to a claim is from the quorum server of this job.
 
     Raises:
       ProtocolError: the sender doesn't know the secret.
     """
-    if not _sockets.is_proof(answer, secret, *_words("server", worker, server_nonce, nonce)):
+    proof = line.decode(errors="replace").strip()
+    if not _sockets.is_proof(proof, secret, "quorum", "server", worker, server_nonce, nonce):
         raise ProtocolError("does not know this job's secret")
 
 
-def _words(role: str, worker: int, server_nonce: bytes, nonce: bytes) -> tuple[str | int, ...]:
-    return "quorum", role, worker, server_nonce.hex(), nonce.hex()
+def _words_of(line: bytes, count: int) -> list[str]:
+    words = line[: _sockets.LINE_BYTES].decode(errors="replace").split()
+    if len(words) != count or words[0] != _PROTOCOL:
+        raise ProtocolError("does not speak this protocol")
+    return words
 
 
 STATUS_EVERY_SECS = 2.0
 # A worker without a message for so long is lost.
 SILENCE_SECS = 30.0
-_HANDSHAKE_SECS = 10.0
-_RECEIVE_BYTES = 4096
 # Most log lines about refused connections between two statuses, so that a flood doesn't fill the disk.
 _MOST_LINES = 10
-_NO_RESOURCES_SECS = 0.01
-_JOIN_SECS = 10.0
+_NONCE_BYTES = 32
 # The chief's worker is an update or two behind the server.
 _KEPT_UPDATES = 16
-
-
-@dataclasses.dataclass(eq=False)
-class _Connection:
-    """One connection; `worker` is None until the handshake is complete."""
-
-    socket: socket.socket
-    peer: str
-    nonce: bytes
-    since: float
-    heard: float
-    frames: Frames = dataclasses.field(default_factory=Frames)
-    worker: int | None = None
-    is_open: bool = True
 
 
 class QuorumServer:
@@ -334,12 +279,11 @@ class QuorumServer:
         self._secret = secret
         self._clock = clock
         self._say = say
-        self._selector = selectors.DefaultSelector()
         self._listener = _forks.keep(_listen(host))
-        self._wake, self._woken = socket.socketpair()
-        self._clients: dict[int, _Connection] = {}
-        # Oldest first.
-        self._strangers: dict[_Connection, None] = {}
+        self._server = _sockets.LineServer([self._listener], self._converse, clock, self._tick, STATUS_EVERY_SECS)
+        # By worker: its connection, and when it was heard last.
+        self._clients: dict[int, _sockets.Peer] = {}
+        self._heard: dict[int, float] = {}
         self._num_refused = 0
         self._lost: set[int] = set()
         # By worker: the step that Keras requested last, the step that it computes, and the number of examples in an
@@ -351,7 +295,6 @@ class QuorumServer:
         self._ended_pass = 0
         # The newest updates, for the chief's records.
         self._updates: collections.deque[Update] = collections.deque(maxlen=_KEPT_UPDATES)
-        self._thread = threading.Thread(target=self._run, name="tfdist quorum server", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -360,9 +303,7 @@ class QuorumServer:
 
     def start(self) -> None:
         """Starts the server's thread."""
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._thread.start()
+        self._server.__enter__()
 
     def update_of(self, step: int) -> Update | None:
         """Returns the policy's `Update` that made global step `step`, if it is one of the last ones; in any thread."""
@@ -370,148 +311,67 @@ class QuorumServer:
 
     def close(self) -> None:
         """Stops the thread and closes all connections. May be called again."""
-        with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
-        if self._thread.is_alive():
-            self._thread.join(_JOIN_SECS)
-        for each in (self._wake, self._woken, self._listener):
-            each.close()
-
-    def _run(self) -> None:
-        tick = self._clock()
-        try:
-            while True:
-                for key, _ in self._selector.select(max(0.0, tick - self._clock())):
-                    if key.fileobj is self._woken:
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.data.is_open:
-                        self._receive(key.data)
-                if self._clock() >= tick:
-                    tick = self._clock() + STATUS_EVERY_SECS
-                    self._tick()
-        finally:
-            for connection in (*self._strangers, *self._clients.values()):
-                connection.socket.close()
-            self._selector.close()
+        self._server.close()
 
     # Connections.
 
-    def _accept(self) -> None:
+    def _converse(self, peer: _sockets.Peer) -> _sockets.Conversation:
+        nonce = secrets.token_hex(_NONCE_BYTES)
+        worker = None
         try:
-            accepted, peer = self._listener.accept()
-            _forks.keep(accepted)
-        except OSError as error:
-            # Any other error: the peer closed the connection before it was accepted.
-            if error.errno in _sockets.NO_RESOURCES:
-                self._make_room("stayed silent while no more could be opened")
-                time.sleep(_NO_RESOURCES_SECS)
-            return
-        accepted.setblocking(False)
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        now = self._clock()
-        connection = _Connection(accepted, f"{peer[0]}:{peer[1]}", secrets.token_bytes(NONCE_BYTES), now, now)
-        if len(self._strangers) >= _sockets.MOST_STRANGERS:
-            self._make_room(f"was one of more than {_sockets.MOST_STRANGERS} that had not introduced themselves")
-        self._strangers[connection] = None
-        self._selector.register(accepted, selectors.EVENT_READ, connection)
-        self._send(connection, greeting(connection.nonce))
-
-    def _make_room(self, reason: str) -> None:
-        if self._strangers:
-            hosts = [stranger.peer.rpartition(":")[0] for stranger in self._strangers]
-            self._drop(_sockets.to_give_way(self._strangers, hosts), f"it {reason}")
-
-    def _receive(self, connection: _Connection) -> None:
-        try:
-            data = connection.socket.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._drop(connection, f"its connection to the quorum server broke ({error.strerror or error})")
-            return
-        if not data:
-            self._drop(connection, "its connection to the quorum server was closed")
-            return
-        connection.heard = self._clock()
-        connection.frames.feed(data)
-        try:
-            if connection.worker is None and not self._introduce(connection):
-                return
-            for frame in connection.frames.take_all(REPORT_BYTES):
-                self._handle(connection.worker or 0, WorkerReport.unpack(frame))
+            line = yield greeting(nonce)
+            worker, answer = self._introduced(peer, line, nonce)
+            self._server.send(peer, answer)
+            if self._lost:
+                self._server.send(peer, self._losses().pack())
+            while True:
+                report = WorkerReport.unpack((yield b""))
+                self._heard[worker] = self._clock()
+                self._handle(worker, report)
         except (ProtocolError, ValueError) as error:
-            if connection.worker is None:
+            if worker is None:
                 # A worker with another secret then fails at once instead of trying again.
-                self._send(connection, REFUSAL)
-            self._drop(connection, f"it {error}")
+                self._server.send(peer, REFUSAL)
+            self._server.drop(peer, str(error))
+        finally:
+            if worker is None:
+                self._refused(peer)
+            elif not self._server.is_closing:
+                del self._clients[worker]
+                self._lost.add(worker)
+                # Not logged, because workers leave one after the other at the end of the program. A worker that waits
+                # for an update raises an error.
+                self._broadcast(self._losses())
 
-    def _introduce(self, connection: _Connection) -> bool:
-        """Reads the worker's claim; returns False if it is incomplete, or if the connection was closed."""
-        claim = connection.frames.take(CLAIM_BYTES)
-        if claim is None:
-            return False
-        worker, answer = read_claim(claim, self._secret, len(self._names), connection.nonce)
+    def _introduced(self, peer: _sockets.Peer, line: bytes, nonce: str) -> tuple[int, bytes]:
+        """Reads the worker's claim; returns its index and the answer."""
+        worker, answer = read_claim(line, self._secret, len(self._names), nonce)
         if worker in self._clients or worker in self._lost:
             raise ProtocolError(f"says that it is {self._names[worker]}, which was here before")
-        del self._strangers[connection]
-        connection.worker = worker
-        self._clients[worker] = connection
-        self._send(connection, answer)
-        if self._lost:
-            self._send(connection, self._losses().pack())
-        return connection.is_open
+        peer.stay()
+        self._clients[worker], self._heard[worker] = peer, self._clock()
+        return worker, answer
 
-    def _send(self, connection: _Connection, data: bytes) -> None:
-        # Frames are small: the socket's buffer is full only if the peer has read nothing for minutes.
-        try:
-            sent = connection.socket.send(data)
-        except OSError as error:
-            self._drop(connection, f"its connection to the quorum server broke ({error.strerror or error})")
-            return
-        if sent < len(data):
-            self._drop(connection, "it does not read what the quorum server sends")
-
-    def _drop(self, connection: _Connection, reason: str) -> None:
-        if not connection.is_open:
-            return
-        connection.is_open = False
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
-        if connection in self._strangers:
-            del self._strangers[connection]
-            self._refused(connection, reason.removeprefix("it "))
-        if connection.worker is not None:
-            del self._clients[connection.worker]
-            self._lost.add(connection.worker)
-            # Not logged, because workers leave one after the other at the end of the program. A worker that waits for
-            # an update raises an error.
-            self._broadcast(self._losses())
-
-    def _refused(self, connection: _Connection, reason: str) -> None:
+    def _refused(self, peer: _sockets.Peer) -> None:
         self._num_refused += 1
-        if self._num_refused <= _MOST_LINES:
-            self._say(f"the quorum server closed a connection from {connection.peer}, which {reason}")
+        if self._num_refused <= _MOST_LINES and not self._server.is_closing:
+            self._say(f"the quorum server closed a connection from {peer.name}, which {peer.reason}")
 
     def _tick(self) -> None:
         now = self._clock()
         if self._num_refused > _MOST_LINES:
             self._say(f"the quorum server closed {self._num_refused - _MOST_LINES} more connections of strangers")
         self._num_refused = 0
-        for connection in list(self._strangers):
-            if now - connection.since > _HANDSHAKE_SECS:
-                self._drop(connection, f"it did not introduce itself within {_HANDSHAKE_SECS:.0f} s")
-        for connection in list(self._clients.values()):
-            if now - connection.heard > SILENCE_SECS:
-                self._drop(connection, f"it has been silent for {SILENCE_SECS:.0f} s")
+        for worker, peer in list(self._clients.items()):
+            if now - self._heard[worker] > SILENCE_SECS:
+                self._server.drop(peer, f"has been silent for {SILENCE_SECS:.0f} s")
         missing = max(0, self._policy.replicas_to_aggregate - len(self._policy.contributors))
         self._broadcast(self._verdict(Kind.STATUS, bytes(map(self._doing, self._all())), count=missing))
 
     def _broadcast(self, verdict: Verdict) -> None:
-        frame = verdict.pack()
-        for connection in list(self._clients.values()):
-            self._send(connection, frame)
+        line = verdict.pack()
+        for peer in list(self._clients.values()):
+            self._server.send(peer, line)
 
     def _losses(self) -> Verdict:
         return self._verdict(Kind.LOST, bytes(worker in self._lost for worker in self._all()))
@@ -594,8 +454,7 @@ def _listen(host: str) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.bind(address)
-        listener.listen()
-        listener.setblocking(False)
+        listener.listen(_sockets.BACKLOG)
     except OSError:
         listener.close()
         raise

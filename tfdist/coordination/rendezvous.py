@@ -181,7 +181,7 @@ class Answering:
         """See `_sockets.LineServer`."""
         self._server.listen_everywhere()
 
-    def _converse(self) -> _sockets.Conversation:
+    def _converse(self, peer: _sockets.Peer) -> _sockets.Conversation:
         mine, nonce = str(self._cluster.task), _nonce()
         words = (yield hello(self._cluster, nonce)).decode(errors="replace").split()
         if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(self._cluster)]:

@@ -206,7 +206,7 @@ class Callers:
         self._not_asked = {_name(task): str(task) for task in cluster.tasks if task != cluster.task}
         self._changed = threading.Condition()
 
-    def converse(self) -> _sockets.Conversation:
+    def converse(self, peer: _sockets.Peer) -> _sockets.Conversation:
         """Answers one caller; see `_sockets.LineServer`."""
         asking = yield b""
         answer = json.dumps({**self._answer, "time": time.time()})
