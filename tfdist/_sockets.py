@@ -32,9 +32,8 @@ T = TypeVar("T")
 # Yields each line to send, or b"", and receives the peer's next line. Once it has returned, the peer closes first.
 Conversation = Generator[bytes, bytes, None]
 
+# Most open connections of peers that have not proved that they belong to the job.
 MOST_PEERS = 128
-# Most open connections of peers that have not proved that they belong to the job, where members stay connected.
-MOST_STRANGERS = 64
 # Longest time of a conversation from the first byte to the last; a task's conversation takes milliseconds.
 PEER_SECS = 10.0
 _JOIN_SECS = 5.0
@@ -187,12 +186,13 @@ def _bind(family: socket.AddressFamily, port: int) -> socket.socket:
     return bound
 
 
-def keep_alive(connection: socket.socket, idle_secs: int, every_secs: int, probes: int) -> None:
-    """Turns on TCP keepalive: the kernel probes an idle connection, and ends it without an answer (tcp(7))."""
-    for name, value in (("TCP_KEEPIDLE", idle_secs), ("TCP_KEEPINTVL", every_secs), ("TCP_KEEPCNT", probes)):
-        if hasattr(socket, name):  # Linux has them all.
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def connection_error(address: str, timeout_secs: float) -> Exception | None:
+    """Connects to a valid address; returns the error, which for a name that no resolver takes is a UnicodeError."""
+    try:
+        socket.create_connection(split_address(address), timeout=timeout_secs).close()
+    except (OSError, UnicodeError) as error:
+        return error
+    return None
 
 
 def read_line(connection: socket.socket, timeout_secs: float, prefix: bytes = b"") -> bytes:

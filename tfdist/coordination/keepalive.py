@@ -174,7 +174,10 @@ def _plain(host: str) -> str:
 def _probe(connection: socket.socket) -> None:
     # Options are set only where they differ.
     if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
-        _sockets.keep_alive(connection, _PROBE_EVERY_SECS, _PROBE_EVERY_SECS, LOST_SECS // _PROBE_EVERY_SECS)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, _PROBE_EVERY_SECS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SECS // _PROBE_EVERY_SECS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # For unacknowledged data: the kernel sends no keepalive probes while there are any.
     timeout_ms = 0 if _is_held_back(connection) else LOST_SECS * 1000
     if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) != timeout_ms:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
-import socket
 import time
 from collections.abc import Mapping
 
@@ -56,22 +55,10 @@ def _described(servers: Mapping[int, str]) -> str | None:
 
 def _is_lost(address: str) -> bool:
     """Returns True if no process accepts connections; False if it can't be said, as where a name is not resolved."""
-    try:
-        socket.create_connection(_sockets.split_address(address), timeout=_ANSWER_SECS).close()
-    except (ConnectionRefusedError, TimeoutError):
-        return True
-    except (OSError, UnicodeError) as error:
-        return getattr(error, "errno", None) in _UNREACHABLE
-    return False
+    error = _sockets.connection_error(address, _ANSWER_SECS)
+    return isinstance(error, ConnectionRefusedError | TimeoutError) or getattr(error, "errno", None) in _UNREACHABLE
 
 
 def is_refused(address: str, timeout_secs: float) -> bool:
     """Returns True if the host is there, and no process of it accepts connections at a valid address."""
-    try:
-        socket.create_connection(_sockets.split_address(address), timeout=timeout_secs).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, UnicodeError):
-        # It can't be said, as where a name is not resolved, or no answer comes in time.
-        pass
-    return False
+    return isinstance(_sockets.connection_error(address, timeout_secs), ConnectionRefusedError)

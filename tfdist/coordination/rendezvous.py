@@ -154,11 +154,7 @@ def _nonce() -> str:
 
 def answers(address: str, timeout_secs: float) -> bool:
     """Returns True if "host:port" accepts a connection."""
-    try:
-        socket.create_connection(_sockets.split_address(address), timeout=timeout_secs).close()
-    except (OSError, UnicodeError):  # The latter is of a name that no resolver takes.
-        return False
-    return True
+    return _sockets.connection_error(address, timeout_secs) is None
 
 
 class Answering:
