@@ -29,6 +29,8 @@ from tfdist.cluster import Cluster
 # is gone, or whose coordination service does not answer. TensorFlow is given the same number. A connection ends at most
 # one probe interval later.
 LOST_SECS = 10
+# Interval at which waits look for lost tasks. It delays the detection of errors, not the results.
+POLL_SECS = 0.5
 _PROBE_EVERY_SECS = 2
 _LOOK_EVERY_SECS = 1.0
 _RESOLVE_EVERY_SECS = 30.0

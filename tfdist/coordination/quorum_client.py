@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tfdist import _forks, _sockets
-from tfdist.coordination import quorum_server
+from tfdist.coordination import keepalive, quorum_server
 from tfdist.coordination import quorum_server as wire
 from tfdist.coordination.quorum_server import Act, Doing, Kind, ProtocolError, Verdict, WorkerReport
 
 _CONNECT_SECS = 30.0
 _RETRY_SECS = 0.1
-_POLL_SECS = 0.5
 _JOIN_SECS = 10.0
 _NONCE_BYTES = 32
 _DOING = {
@@ -149,7 +148,7 @@ class QuorumClient:
                         f"for stall_timeout_secs={self._stall_timeout_secs:g}. Start all workers again, or give a slow "
                         "step more time."
                     )
-                self._changed.wait(_POLL_SECS)
+                self._changed.wait(keepalive.POLL_SECS)
 
     def wake(self) -> None:
         """Wakes `wait`, which then calls its `check`."""

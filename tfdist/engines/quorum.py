@@ -39,7 +39,7 @@ import tensorflow as tf
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, patched_attributes, without_all_reduce
 from tfdist.compat.tensorflow import replicas
-from tfdist.coordination import delay_hook, stalls, worker_waits
+from tfdist.coordination import delay_hook, keepalive, stalls, worker_waits
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import Verdict
 from tfdist.engines.agreement import Agreement
@@ -56,7 +56,6 @@ from tfdist.step.split import SplitTrainStep
 from tfdist.step.step import Step, StepCalls
 from tfdist.transport import buckets
 
-_POLL_SECS = 0.5
 # Longest wait, at the end of the program, for a contribution in progress.
 _END_SECS = 10.0
 
@@ -277,7 +276,7 @@ class QuorumEngine(Engine):
                     if not self._client.is_decided(current.of.number, current.step):
                         self._is_computing = True
                         return current
-                self._changed.wait(_POLL_SECS)
+                self._changed.wait(keepalive.POLL_SECS)
         return None
 
     def _contribute(self, current: _Round) -> None:

@@ -24,13 +24,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.tensorflow import coordinator as closures
+from tfdist.coordination import keepalive
 from tfdist.engines.accumulation import GradientSums
 from tfdist.engines.worker_function import Program
 from tfdist.passes.worker_pass import Batch, Feed, WorkerFeed
 from tfdist.policies import Contribution, Outcome, Update
 
-# Interval at which a wait checks for lost tasks. It delays the detection of errors, not the results.
-_POLL_SECS = 0.5
 # Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
 LOG_INTERVAL_SECS = 0.05
 # After an error of the user's code, other workers have this long to finish their current step.
@@ -108,7 +107,7 @@ class StepQueue:
             with self._changed:
                 is_met = len(self.pending) < fewer_than if condition is None else condition()
                 if not (is_met or self._error is not None or self._handed_back):
-                    self._changed.wait(_POLL_SECS)
+                    self._changed.wait(keepalive.POLL_SECS)
                     is_met = len(self.pending) < fewer_than if condition is None else condition()
                 step = self._handed_back.popleft() if self._handed_back else None
                 if step is None and self._error is None:
@@ -416,7 +415,7 @@ class StepQueue:
         """Blocks this worker's thread until there is a step for it, or no step at all."""
         with self._changed:
             while self.pending and not self._has_work(worker) and not closures.has_failed(self._coordinator):
-                self._changed.wait(_POLL_SECS)
+                self._changed.wait(keepalive.POLL_SECS)
 
     def _has_work(self, worker: int) -> bool:
         """Returns True if a step waits that the worker can make, or must drop because no worker can make it."""

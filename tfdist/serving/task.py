@@ -130,8 +130,7 @@ def _threads(cluster: Cluster) -> int:
     return 0 if is_bound or os.environ.get(_THREADS_VARIABLE) else threads_per_operation(cluster, count)
 
 
-_POLL_SECS = 0.5
-# The same two after SIGTERM, because a launcher may be waiting to start this task again.
+# After SIGTERM a chief is lost sooner, because a launcher may be waiting to start this task again.
 _ENDING_POLL_SECS = 0.1
 _CHIEF_ENDED_SECS = 0.5
 # Not `tempfile.gettempdir()`, because TMPDIR may differ on the chief, and both must compute the same path.
@@ -238,7 +237,7 @@ def _await_chief(
     waiting_since = last_seen = time.monotonic()
     while not (is_ours(mark.parent) and mark.exists()):
         now = time.monotonic()
-        if rendezvous.answers(chief, _POLL_SECS):
+        if rendezvous.answers(chief, keepalive.POLL_SECS):
             seen, last_seen = True, now
         elif is_asked_to_end.is_set() and (not seen or now - last_seen > _CHIEF_ENDED_SECS):
             return TRY_AGAIN_EXIT_CODE
@@ -256,7 +255,7 @@ def _await_chief(
         if is_asked_to_end.is_set():
             time.sleep(_ENDING_POLL_SECS)
         else:
-            is_asked_to_end.wait(_POLL_SECS)
+            is_asked_to_end.wait(keepalive.POLL_SECS)
     return 0
 
 
