@@ -189,6 +189,13 @@ def test_status_that_is_not_renewed_is_of_no_wait():
         waits.hear(dataclasses.replace(other, beat=beat))
         found.append(waits.reason(ALL) is not None)
     assert found == [False, True, True, True, True, True, False]
+    # Nor is it one for the next wait of this worker, before it is renewed.
+    waits.hear(dataclasses.replace(other, beat=4))
+    assert waits.reason(ALL)
+    waits.look(WorkerStatus("worker:0"), 101.0)
+    waits.look(own, 102.0)
+    waits.hear(dataclasses.replace(other, beat=4))
+    assert waits.reason(ALL) is None
 
 
 def test_workers_left_in_different_calls_part_though_one_has_ended():
