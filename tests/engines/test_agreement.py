@@ -109,7 +109,7 @@ def test_worker_whose_host_refuses_connections_is_lost_at_once(monkeypatch: pyte
 
 
 def test_reason_that_keras_quotes_in_its_own_error_is_found(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(agreement, "_failure", reason := ConnectionError("worker:0 has ended"))
+    monkeypatch.setattr(agreement, "failure", reason := ConnectionError("worker:0 has ended"))
     assert agreement.failure_behind(TypeError("Error when deserializing class 'Dropout'")) is None
     assert agreement.failure_behind(TypeError(f"Exception encountered: is aborted by: {reason}\nThe error")) is reason
 

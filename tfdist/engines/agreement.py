@@ -116,8 +116,8 @@ class Agreement:
         # Returns True for an exception that the other workers know of without being told. TensorFlow's collectives tell
         # them of TensorFlow's errors; what came from another worker is known there.
         self.is_known: Callable[[BaseException], bool] = lambda error: isinstance(error, tf.errors.OpError)
-        self._blocked = stalls.BlockedCall("a step, or another call that needs all workers,")
-        self.reporter = stalls.StallReporter(self.waited_for, progress=self._blocked)
+        self.blocked = stalls.BlockedCall("a step, or another call that needs all workers,")
+        self.reporter = stalls.StallReporter(self.waited_for, progress=self.blocked)
         # Waits of this worker, the innermost one last, and its calls outside of Keras' loops.
         self._waits: list[_Wait] = []
         self._calls: list[str] = []
@@ -126,7 +126,7 @@ class Agreement:
         # Outcome of the program, once it has ended.
         self._ended, self._process = "", os.getpid()
         # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         # Number of calls of `from_chief_at`, by place, and the key of the last one.
         self._numbers: collections.Counter[str] = collections.Counter()
         self._last_key = ""
@@ -353,10 +353,10 @@ class Agreement:
         if isinstance(error, tf.errors.OpError) and _MISMATCH.search(str(error)):
             return RuntimeError(worker_waits.mismatch(own))
         # Keras puts some errors into the text of its own.
-        is_quoted = self._failure is not None and str(self._failure) in str(error)
+        is_quoted = self.failure is not None and str(self.failure) in str(error)
         if not (is_quoted or isinstance(error, _ERRORS_OF_COLLECTIVES)):
             return None
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         try:
             found = failure or self._watch.loss(own, self._others)
         except ConnectionError as loss:
@@ -391,12 +391,6 @@ class Agreement:
             return service
         killed = ConnectionError(worker_waits.never(own, dict.fromkeys(lost, worker_waits.LOST)))
         return found or (killed if lost else loss)
-
-    def abort(self, error: Exception) -> None:
-        """Ends the collectives of TensorFlow's that this worker is in."""
-        self._failure = error
-        with contextlib.suppress(tf.errors.OpError):
-            context.abort_collectives(str(error))
 
     def current_wait(self) -> _Wait | None:
         """Returns the innermost wait; in any thread."""
@@ -573,8 +567,7 @@ class Agreement:
 
     def forget_frames(self) -> None:
         """Lets go of the frames of a call that has ended, and so of its data, before the program goes on."""
-        self._blocked.forget()
-        self._watch.call.forget()
+        self.blocked.forget()
 
     def _leave(self) -> None:
         self.end()
@@ -619,7 +612,6 @@ class _Watch:
         self._lock, self._has_ended = threading.Lock(), False
         self._waits = worker_waits.Waits(str(agreement.task), self._others)
         self._idle_secs = 0.0
-        self.call = stalls.BlockedCall("a collective")
         self._idleness = stalls.Idleness()
         self._token, self._since = -1, 0.0
         self._has_aborted = False
@@ -703,7 +695,9 @@ class _Watch:
             wait.failure = wait.failure or error
         elif in_collective and not self._has_aborted:
             self._has_aborted = True
-            self._agreement.abort(error)
+            self._agreement.failure = error
+            with contextlib.suppress(tf.errors.OpError):
+                context.abort_collectives(str(error))
 
     def _error(self, own: WorkerStatus, awaited: Sequence[Task]) -> Exception | None:
         with self._lock:
@@ -718,11 +712,12 @@ class _Watch:
 
     def _blocked_frame(self) -> FrameType | None:
         """Returns the main thread's frame if it has been blocked in TensorFlow and the process idle for a while."""
-        is_idle, call, now = self._idleness.check(), self.call(), time.monotonic()
+        blocked = self._agreement.blocked
+        is_idle, call, now = self._idleness.check(), blocked(), time.monotonic()
         if call is None or call[1] != self._token or not is_idle:
             self._token, self._since = call[1] if call else -1, now
         is_long = call is not None and now - self._since >= worker_waits.LOOK_AFTER_SECS
-        return self.call.frame if is_long else None
+        return blocked.frame if is_long else None
 
 
 def tell_others_of_errors(agreement: Agreement) -> None:
