@@ -62,7 +62,6 @@ _LONGEST_FILES = (
     "test_multi_worker_conformance.py",
     "test_embedded.py",
     "test_mirrored_loops_conformance.py",
-    "test_data_worker.py",
     "test_mirrored_policies_conformance.py",
     "test_compression_parameter_server.py",
     "test_resume_processes.py",

@@ -9,11 +9,9 @@ import pytest
 
 import tfdist
 from tfdist.cluster import (
-    DATA_SERVICE_VARIABLE,
     Cluster,
     ClusterError,
     Task,
-    data_service_address,
 )
 
 WORKERS = ["a:1", "b:2"]
@@ -160,16 +158,6 @@ def test_a_host_with_a_final_dot_is_the_host_without():
     assert dotted.to_tf_config() == plain.to_tf_config()
     with pytest.raises(ClusterError, match=r"worker\[1\] is the same address as cluster.worker\[0\]"):
         read({"worker": ["a.example.com.:1", "a.example.com:1"]})
-
-
-def test_the_address_of_the_data_service(monkeypatch):
-    monkeypatch.delenv(DATA_SERVICE_VARIABLE, raising=False)
-    assert data_service_address() is None
-    monkeypatch.setenv(DATA_SERVICE_VARIABLE, "a.example.com.:1")
-    assert data_service_address() == "a.example.com:1"
-    monkeypatch.setenv(DATA_SERVICE_VARIABLE, "a.example.com")
-    with pytest.raises(ClusterError, match=r'TFDIST_DATA_SERVICE has no port; .* Received: "a\.example\.com"'):
-        data_service_address()
 
 
 def test_without_tf_config_there_is_no_cluster(monkeypatch):

@@ -25,13 +25,13 @@ table inet tfdist_2222 {
   chain from_other_machines {
     type filter hook input priority -10; policy accept;
     iif lo accept
-    ip saddr { 10.0.0.1, 10.0.0.2 } tcp dport { 2222, 2223, 2224 } tcp flags & (syn | ack) == syn accept
-    ip6 saddr { fd00::2 } tcp dport { 2222, 2223, 2224 } tcp flags & (syn | ack) == syn accept
-    tcp dport { 2222, 2223, 2224 } tcp flags & (syn | ack) == syn reject with tcp reset
+    ip saddr { 10.0.0.1, 10.0.0.2 } tcp dport { 2222, 2223 } tcp flags & (syn | ack) == syn accept
+    ip6 saddr { fd00::2 } tcp dport { 2222, 2223 } tcp flags & (syn | ack) == syn accept
+    tcp dport { 2222, 2223 } tcp flags & (syn | ack) == syn reject with tcp reset
   }
   chain from_this_machine {
     type filter hook output priority -10; policy accept;
-    oif lo tcp dport { 2222, 2223, 2224 } tcp flags & (syn | ack) == syn meta skuid != { 0, 1000 } reject with tcp reset
+    oif lo tcp dport { 2222, 2223 } tcp flags & (syn | ack) == syn meta skuid != { 0, 1000 } reject with tcp reset
   }
 }
 """
@@ -44,18 +44,17 @@ def two_hosts(index: int = 0) -> Cluster:
 
 def rules(described: Cluster, **known: list[str]) -> str:
     resolve = {**KNOWN, **known}
-    return doctor.rules(described, ["a:2224"], 1000, "32768-60999", lambda host: resolve.get(host, []))
+    return doctor.rules(described, 1000, lambda host: resolve.get(host, []))
 
 
 def test_the_rules_as_text():
     text = rules(two_hosts())
     assert "".join(line for line in text.splitlines(keepends=True) if not line.lstrip().startswith("#")) == GOLDEN
-    assert "# ip saddr { 10.0.0.1, 10.0.0.2 } tcp dport 32768-60999 " in text
 
 
 def test_each_machine_has_rules_for_its_own_ports():
     text = rules(two_hosts(2))
-    assert "tcp dport { 2222 }" in text and "2223" not in text and "2224" not in text
+    assert "tcp dport { 2222 }" in text and "2223" not in text
 
 
 def test_a_host_that_cannot_be_resolved_is_one_line():
@@ -66,11 +65,10 @@ def test_a_host_that_cannot_be_resolved_is_one_line():
 
 def test_doctor_prints_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("TF_CONFIG", Cluster({"worker": {0: "127.0.0.1:2222"}}, Task("worker", 0)).to_tf_config())
-    monkeypatch.setenv("TFDIST_DATA_SERVICE", "127.0.0.1:2230")
     monkeypatch.setenv("TFDIST_JOB_SECRET", "not to be shown")
     assert cli.main(["doctor", "--firewall_rules"]) == 0
     text = capsys.readouterr().out
-    assert "tcp dport { 2222, 2230 }" in text and f"{{ 0, {os.getuid()} }}" in text
+    assert "tcp dport { 2222 }" in text and f"{{ 0, {os.getuid()} }}" in text
     assert "not to be shown" not in text
 
 

@@ -67,7 +67,6 @@ ENDED_BY = {
     "coordination/stream_runner.py:StreamRunner.collect": "self._check_the_silent()",
     "coordination/usage.py:Sampler._run": "self._ended",
     "planning/measuring.py:_Sampler._run": "self._ended",
-    "serving/data_worker.py:_RestartingWorker.run": "self._stopped",
     "serving/embedded.py:EmbeddedCluster._watch": "self._is_closing",
     "serving/embedded.py:_follow_notices": "ended.wait",
     "serving/task.py:_await_chief": "LOST_SECS",
@@ -89,7 +88,6 @@ _OF_CHILD = "ends with the user's command, which signals end"
 UNBOUNDED = {
     "_sockets.py:LineServer._accept": _SELECTED,
     "_sockets.py:LineServer._receive": _SELECTED,
-    "compat/tensorflow/servers.py:run_data_worker": "a process of its own, which its supervisor ends",
     "compat/tensorflow/graphs.py:call_outside": "runs one function of TensorFlow's that waits for no other process",
     "doctor/measure.py:_latency": _BY_TIMEOUT_OF_SOCKET,
     "doctor/measure.py:_pass": _BY_TIMEOUT_OF_SOCKET,

@@ -25,8 +25,6 @@ from tfdist import _sockets
 
 # Jobs in the order in which they are listed and started. `master` is the old name of `chief`.
 JOBS = ("chief", "worker", "ps", "evaluator")
-# The environment variable in which the workers find the dispatcher of the tf.data service, "host:port" on the chief.
-DATA_SERVICE_VARIABLE = "TFDIST_DATA_SERVICE"
 # The environment variable with the job's secret: a random text that a launcher passes to all tasks of a job.
 JOB_SECRET_VARIABLE = "TFDIST_JOB_SECRET"
 # The environment variable with the path of the launcher's notices for this task (`tfdist.launchers.supervise.notices`).
@@ -36,19 +34,6 @@ JOINED_VARIABLE = "TFDIST_JOINED"
 _OLD_NAMES = {"master": "chief"}
 _MAX_INDEX = 2**31 - 1
 _UNSET = "unset TF_CONFIG to train on this machine alone"
-
-
-def data_service_address() -> str | None:
-    """Returns the value of `DATA_SERVICE_VARIABLE`, or None if it is not set.
-
-    Raises:
-      ClusterError: the value is no address.
-    """
-    address = os.environ.get(DATA_SERVICE_VARIABLE)
-    problem = _sockets.address_problem(address) if address else None
-    if problem:
-        raise _wrong(DATA_SERVICE_VARIABLE, *problem, address)
-    return _sockets.normal_address(address) if address else None
 
 
 def task() -> Task:

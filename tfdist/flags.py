@@ -56,7 +56,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
         "tfdist_num_workers", None, "workers of the cluster on this machine, if there is no other (2)", lower_bound=1
     )
     number("tfdist_num_ps", None, "parameter servers of it (1)", lower_bound=1)
-    text("tfdist_data_sharding", "shard", "parameter_server: shard, replicate or dynamic")
+    text("tfdist_data_sharding", "shard", "parameter_server: shard or replicate")
     text("tfdist_transfer", "auto", "parameter_server: auto or plain")
     flags.DEFINE_list("tfdist_devices", None, "mirrored: devices, such as GPU:0,GPU:1", flag_values=flag_values)
     spanning = "devices of a replica, each with a part of the layers; not of tpu"

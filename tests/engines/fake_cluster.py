@@ -211,7 +211,8 @@ class FakeDataset:
     Args:
       cluster: whose workers read it.
       shares: batches of each worker; the batches themselves are `Batch(worker, position)`.
-      known: "total and shares", "total" (as with dynamic sharding), or "nothing".
+      known: "total and shares", or "nothing".
+      can_move: False for data of each worker's own.
     """
 
     element_spec = tf.TensorSpec([None], tf.int64)
@@ -223,15 +224,14 @@ class FakeDataset:
         """See `WorkerDataset`."""
         return self.element_spec
 
-    def __init__(self, cluster: FakeCluster, shares: Sequence[int], known: str = "total and shares") -> None:
+    def __init__(
+        self, cluster: FakeCluster, shares: Sequence[int], known: str = "total and shares", can_move: bool = True
+    ) -> None:
         self._cluster = cluster
+        self.can_move = can_move
         self._shares = list(shares)
         self._known = known
         self.kind = worker_batch.kind_of(cluster, self.batch_spec)
-
-    @property
-    def is_dealt_out(self) -> bool:
-        return self._known == "total"
 
     @property
     def cardinality(self) -> int:
@@ -240,6 +240,9 @@ class FakeDataset:
     def share(self, worker: int) -> int | None:
         return self._shares[worker] if self._known == "total and shares" else None
 
+    def share_sizes(self) -> list[int | None]:
+        return [self.share(worker) for worker in range(len(self._shares))]
+
     def begin_pass(self) -> int:
         return 1
 
@@ -247,6 +250,10 @@ class FakeDataset:
         return PerWorker(
             [FakeIterator(self._cluster, worker, size, position) for worker, size in enumerate(self._shares)]
         )
+
+    def iterate_piece(self, number: int, is_first: bool, share: int, start: int, step: int) -> FakeIterator:
+        self._cluster.check_alive()
+        return FakeIterator(self._cluster, share, self._shares[share], lambda share: start, step)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -260,8 +267,11 @@ class Batch:
 class FakeIterator:
     """An iterator on a worker; a worker that was lost and is back has one that goes on after what it had taken."""
 
-    def __init__(self, cluster: FakeCluster, worker: int, size: int, taken: Callable[[int], int]) -> None:
+    def __init__(
+        self, cluster: FakeCluster, worker: int, size: int, taken: Callable[[int], int], step: int = 1
+    ) -> None:
         self._cluster = cluster
+        self._step = step
         self._worker = worker
         self._size = size
         self._taken = taken
@@ -272,7 +282,7 @@ class FakeIterator:
         if self._life != self._cluster.lives[self._worker]:
             self._life = self._cluster.lives[self._worker]
             self._batches = iter(
-                [Batch(self._worker, position) for position in range(self._taken(self._worker), self._size)]
+                [Batch(self._worker, at) for at in range(self._taken(self._worker), self._size, self._step)]
             )
         batch = next(self._batches, None)
         if batch is None:
@@ -324,7 +334,7 @@ def running_engine(
                 stack.enter_context(mock.patch.object(module, name, fake))
         stack.enter_context(mock.patch.object(tf.distribute.coordinator, "ClusterCoordinator", lambda strategy: None))
         stack.enter_context(mock.patch.object(step_queue, "_POLL_SECS", poll_secs))
-        engine = coordinated.AsynchronousEngine(None, num_workers, lambda endless: "", clock, **options)
+        engine = coordinated.AsynchronousEngine(None, num_workers, clock, **options)
         cluster.start()
         try:
             yield engine, cluster

@@ -24,6 +24,7 @@ class Pass:
       shares: batches of each worker.
       known: see `FakeDataset`.
       work: called with the batch at each step, before it counts; may raise.
+      can_move: see `FakeDataset`.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class Pass:
         shares: list[int],
         known: str = "total and shares",
         work: Callable[[Any], Any] = lambda batch: None,
+        can_move: bool = True,
     ) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._work = work
         self.batches: list[Any] = []
         self.program = FakeProgram(cluster, self._step)
-        self.iterator = WorkerIterator(engine, FakeDataset(cluster, shares, known))
+        self.iterator = WorkerIterator(engine, FakeDataset(cluster, shares, known, can_move))
 
     def _step(self, batch: Any, *tensors: Any) -> int:
         self._work(batch)

@@ -176,12 +176,10 @@ def test_an_error_in_what_is_told_of_a_worker_that_is_back_is_raised_and_the_wor
 
 @pytest.mark.parametrize("found_by", ["a step", "the coordinator"])
 @pytest.mark.parametrize("known", ["total and shares", "nothing"])
-def test_a_worker_lost_at_the_end_of_the_data_keeps_nobody_waiting(known: str, found_by: str) -> None:
-    """Other workers can't read the lost share: steps under way end, the loop ends, and a warning names the missing
-    batches.
-    """
+def test_own_data_of_a_lost_worker_end_with_a_warning(known: str, found_by: str) -> None:
+    """Other workers can't read them: steps under way end, the loop ends, and a warning names the missing batches."""
     with running_engine(2, poll_secs=0.02) as (engine, cluster):
-        passed = Pass(engine, cluster, [4, 3], known)
+        passed = Pass(engine, cluster, [4, 3], known, can_move=False)
         cluster.lose(0) if found_by == "a step" else cluster.find_dead(0)
         with pytest.warns(RuntimeWarning, match="worker:0 was lost") as warned:
             passed.run()
@@ -190,6 +188,32 @@ def test_a_worker_lost_at_the_end_of_the_data_keeps_nobody_waiting(known: str, f
         cluster.bring_back(0)
         expected = "4 of its 7 batches" if known == "total and shares" else "an unknown number of batches"
         assert [expected in str(warning.message) for warning in warned] == [True]
+
+
+@pytest.mark.parametrize("found_by", ["a step", "the coordinator"])
+@pytest.mark.parametrize("known", ["total and shares", "nothing"])
+@pytest.mark.parametrize("lost_at", [0, 2, 3])
+def test_share_of_a_lost_worker_is_used_once_by_others(known: str, found_by: str, lost_at: int) -> None:
+    with running_engine(3, poll_secs=0.02) as (engine, cluster), warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        def work(batch: Batch) -> None:
+            if batch == Batch(0, lost_at) and coordinator.current_worker() == 0:
+                cluster.lose(0)
+                cluster.check_alive()
+
+        if found_by == "the coordinator":
+            cluster.find_dead(0)
+        passed = Pass(engine, cluster, [7, 3, 2], known, work)
+        assert len(passed.run()) == 12
+        engine.barrier(writes=False)
+        assert sorted(passed.batches) == all_of([7, 3, 2])
+        # As a pass does that begins while it is lost.
+        passed = Pass(engine, cluster, [2, 1, 2], known)
+        assert len(passed.run()) == 5
+        engine.barrier(writes=False)
+        assert sorted(passed.batches) == all_of([2, 1, 2])
+        cluster.bring_back(0)
 
 
 @pytest.mark.parametrize("known", ["total and shares", "nothing"])
@@ -211,40 +235,6 @@ def test_a_worker_that_is_back_in_time_goes_on_with_its_share_and_nothing_is_sai
         engine.barrier(writes=False)
         assert sorted(passed.batches) == all_of([4, 3])
         assert not warned
-
-
-def test_a_worker_that_is_back_has_its_share_before_it_takes_the_first_step_of_it() -> None:
-    """The other one comes to its end in between, while the worker that is back builds its data again."""
-    with running_engine(2, poll_secs=0.02) as (engine, cluster), warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        gate = Gate()
-        passed = Pass(engine, cluster, [4, 3], work=lambda batch: gate() if batch == Batch(1, 1) else None)
-        cluster.lose(0)
-        loop = threading.Thread(target=passed.run)
-        loop.start()
-        gate.wait_for(1)
-        wait_until(lambda: "worker:0 (lost" in engine.waited_for())
-        with cluster.holding(0):
-            cluster.bring_back(0)
-            wait_until(lambda: "lost" not in engine.waited_for())
-            gate.open()
-            wait_until(lambda: passed.iterator.feed.exhausted == {1})
-            assert not passed.iterator.feed.ended
-        loop.join(timeout=30)
-        engine.barrier(writes=False)
-        assert sorted(passed.batches) == all_of([4, 3])
-        assert not warned
-
-
-def test_what_a_lost_worker_had_fetched_of_batches_that_are_dealt_out_is_said_to_be_missing() -> None:
-    with running_engine(2, poll_secs=0.02) as (engine, cluster):
-        passed = Pass(engine, cluster, [3, 4], "total")
-        cluster.lose(0)
-        with pytest.warns(RuntimeWarning, match=r"3 of its 7 batches. worker:0 was lost; it had fetched"):
-            passed.run()
-            engine.barrier(writes=False)
-        assert sorted(passed.batches) == all_of([0, 4])
-        cluster.bring_back(0)
 
 
 def test_a_wait_for_a_worker_that_never_comes_back_ends_with_its_name() -> None:
@@ -286,7 +276,7 @@ def test_a_worker_lost_after_another_is_at_its_end_keeps_nobody_waiting() -> Non
         loop = threading.Thread(target=passed.run)
         loop.start()
         gate.wait_for(1)
-        wait_until(lambda: passed.iterator.feed.exhausted == {1})
+        wait_until(lambda: 1 not in passed.iterator.feed.pieces.held)
         gate.open()
         loop.join(timeout=10)
         stuck = loop.is_alive()

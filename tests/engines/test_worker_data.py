@@ -155,7 +155,7 @@ def test_order_that_the_chief_reads_is_that_of_one_device(engine: AsynchronousEn
     ],
     ids=["examples", "batches", "shuffled, then cached", "cached, then shuffled", "in order"],
 )
-def test_a_worker_that_is_back_goes_on_in_the_order_of_the_others(
+def test_rest_of_a_share_has_the_order_of_the_pass(
     engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
 ) -> None:
     create, created, taken = coordinator.create_on_workers, [], collections.Counter()
@@ -174,6 +174,9 @@ def test_a_worker_that_is_back_goes_on_in_the_order_of_the_others(
     with as_worker(1):  # what the coordinator does for a worker that is back
         again = [batch.numpy().tolist() for batch in iterate(build())]
     assert again == read[1][2:]
+    with as_worker(0):  # and another worker, for one that is not
+        taken_over = [batch.numpy().tolist() for batch in dataset.iterate_piece(3, False, 1, 1, 2)]
+    assert taken_over == read[1][1::2]
 
 
 def test_replicas_read_all_of_it(engine: AsynchronousEngine) -> None:
@@ -195,10 +198,9 @@ def test_data_given_for_each_worker(engine: AsynchronousEngine) -> None:
         (lambda: numbers().repeat(), "shard", sys.maxsize),
         (lambda: numbers().repeat(), "replicate", sys.maxsize),
         (lambda: numbers().filter(lambda i: True), "shard", None),
-        (numbers, "dynamic", None),
         (lambda: numbers(1), "shard", 0),
     ],
-    ids=["endless shards", "endless replicas", "unknown", "dynamic", "more workers than batches"],
+    ids=["endless shards", "endless replicas", "unknown", "more workers than batches"],
 )
 def test_how_much_is_known_of_a_share(engine: AsynchronousEngine, make: Any, sharding: str, share: int | None) -> None:
     assert WorkerDataset(engine, make(), sharding).share(2) == share

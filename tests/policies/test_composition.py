@@ -78,16 +78,13 @@ def test_errors_name_both_policies_and_what_to_use_instead() -> None:
     ("policy", "arguments", "words"),
     [
         ("Compression", {"devices_per_replica": 2}, "does not go with devices_per_replica=2: .*one device per worker"),
-        ("BackupWorkers", {"data_sharding": "dynamic"}, "with data_sharding='dynamic': .*whole ones to whichever"),
     ],
 )
 def test_arguments_that_a_policy_excludes_are_refused(policy: str, arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=rf"policies: {policy}\(.*{words}.* Received: policies=\[{policy}"):
         composition.check_policies([POLICIES[policy]()], "ParameterServerStrategy", **arguments)
     composition.check_policies([POLICIES["LazyRows"]()], "ParameterServerStrategy", **arguments)
-    composition.check_policies(
-        [POLICIES[policy]()], "ParameterServerStrategy", devices_per_replica=1, data_sharding="shard"
-    )
+    composition.check_policies([POLICIES[policy]()], "ParameterServerStrategy", devices_per_replica=1)
 
 
 @pytest.mark.parametrize("policies", [tfdist.BackupWorkers(1), [1], "auto", [tfdist.BackupWorkers], 3, {"spares": 1}])

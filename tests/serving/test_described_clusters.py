@@ -15,7 +15,7 @@ from tfdist import Cluster, Task
 from tfdist.launchers.supervise.processes import PortReservation
 
 SCRIPT = """
-strategy = tfdist.ParameterServerStrategy(start_timeout_secs=60, data_sharding="dynamic")
+strategy = tfdist.ParameterServerStrategy(start_timeout_secs=60)
 print("chief", flush=True)
 made = model(strategy)
 made.fit(X, Y, verbose=0, epochs=2)
@@ -35,12 +35,10 @@ TRAIN_ON = "made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), steps_per_ep
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-# Dynamic sharding adds a data service, whose servers have to end, too.
-@pytest.mark.parametrize("sharding", [pytest.param("shard", marks=pytest.mark.slow), "dynamic"])
-def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.Path, sharding: str) -> None:
+def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.Path) -> None:
     """Each of them ends by itself: none is ended by the launcher, whose patience outlasts this test's."""
     path = tmp_path / "train.py"
-    path.write_text(programs._HEADER + SCRIPT.replace("dynamic", sharding) + CLOSED)
+    path.write_text(programs._HEADER + SCRIPT + CLOSED)
     flags = ["--num_workers=1", "--num_ps=1", "--grace_period_secs=100000"]
     command = [sys.executable, "-m", "tfdist", "launch", "local", *flags, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=programs.ROOT)

@@ -235,81 +235,67 @@ def test_a_worker_that_is_back_goes_on_with_its_share_in_the_order_of_the_others
         assert expected <= sums[1] <= expected + 4 * 799**2
 
 
+COUNTING = """
+import warnings
+warnings.simplefilter("always")
+strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1, stall_timeout_secs=4.0)
+embedded = strategy.distribution.serving.embedded
+
+class Counting(keras.Sequential):
+    def train_step(self, ids):
+        self.counts.assign_add(tf.reduce_sum(tf.one_hot(ids, 400), 0))
+        return super().train_step((tf.ones([tf.shape(ids)[0], 1]), tf.ones([tf.shape(ids)[0], 1])))
+
+class Kill(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if worker and batch == 60 and self.kills:
+            self.kills = False
+            os.kill(embedded.pid(worker), signal.SIGKILL)
+    def on_epoch_begin(self, epoch, logs=None):
+        made.counts.assign(tf.zeros([400]))
+        self.kills = epoch == 0
+    def on_epoch_end(self, epoch, logs=None):
+        counts = made.counts.numpy()
+        print("used", int(counts.min()), int(counts.max()), int(counts.sum()), flush=True)
+
+with strategy.scope():
+    made = Counting([keras.Input((1,)), keras.layers.Dense(1)])
+    made.counts = tf.Variable(tf.zeros([400]), trainable=False)
+    made.compile("sgd", "mse")
+ids = tf.data.Dataset.range(400)
+counted = ids.shuffle(400).batch(2)
+"""
+
+
 @pytest.mark.processes
-# The next test has batches that are dealt out when their worker dies.
-@pytest.mark.parametrize("sharding", ["shard", pytest.param("dynamic", marks=pytest.mark.slow)])
-def test_a_worker_that_never_comes_back_is_not_waited_for(tmp_path: pathlib.Path, sharding: str) -> None:
-    """Passes end without what it had; when no worker is left, the program ends with an error that names them."""
-    script = f"""
-        import warnings
-        warnings.simplefilter("always")
-        strategy = tfdist.ParameterServerStrategy(
-            num_workers=2, num_ps=1, data_sharding="{sharding}", stall_timeout_secs=4.0)
-        embedded = strategy.distribution.serving.embedded
+def test_killed_worker_leaves_every_example_used_once(tmp_path: pathlib.Path) -> None:
+    script = """
+        # Nobody starts it again.
         embedded._start = lambda task: embedded._processes[str(task)]
-        made = model(strategy)
-        data = tf.data.Dataset.from_tensors((X, Y)).repeat(100)
+        uncounted = ids.batch(2).filter(lambda batch: True)
+        for worker, data in ((None, counted), ("worker:1", counted), (None, uncounted)):
+            made.fit(data, epochs=2, verbose=0, callbacks=[Kill()])
 
-        class Kill(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if self.worker and batch == 30:
-                    os.kill(embedded.pid(self.worker), signal.SIGKILL)
-                    self.worker = None
+        def own(context):
+            return counted.shard(context.num_input_pipelines, context.input_pipeline_id)
 
-        kill = Kill()
-        for kill.worker in (None, "worker:0", None):
-            before = int(made.optimizer.iterations)
-            made.fit(data, verbose=0, callbacks=[kill])
-            print("steps", int(made.optimizer.iterations) - before, flush=True)
-        # Lost while it had nothing to do.
-        print("evaluated", made.evaluate(X, Y, verbose=0), flush=True)
-        kill.worker = "worker:1"
-        made.fit(data.repeat(), steps_per_epoch=10**6, verbose=0, callbacks=[kill])
+        made.fit(strategy.distribute_datasets_from_function(own), verbose=2, epochs=2)
+        print("evaluated", made.evaluate(tf.ones([4, 1]), tf.ones([4, 1]), verbose=0), flush=True)
+        worker = "worker:0"
+        made.fit(counted.repeat(), steps_per_epoch=10**6, verbose=0, callbacks=[Kill()])
     """
-    with programs.running(script, tmp_path) as program:
+    with programs.running(COUNTING + textwrap.dedent(script), tmp_path) as program:
         assert program.wait(110) == 1, program.output
-        whole, cut, alone = (int(line.split()[1]) for line in program.output.splitlines() if line.startswith("steps"))
-        assert whole == 100
-        # The step that was under way may have been made twice.
-        assert 50 <= cut <= 101, program.output
-        assert alone == (50 if sharding == "shard" else 100), program.output
+        used = [tuple(map(int, line.split()[1:])) for line in program.output.splitlines() if line.startswith("used")]
+        assert len(used) == 6, program.output
+        # The batch of the step that was under way may be used twice.
+        assert all(least == 1 and most <= 2 and total <= 400 + 2 for least, most, total in used), program.output
+        assert used[0] == used[1] == used[3] == used[4] == used[5] == (1, 1, 400), program.output
+        assert "ended without 100 of its 200 batches. worker:1 was lost, and no other worker can" in program.output
+        assert program.output.count("\n100/200 - ") == 2 and "200/200" not in program.output, program.output
         assert "evaluated" in program.output
-        if sharding == "shard":
-            assert "ended without 50 of its 100 batches. worker:0 was lost" in program.output
         assert "TimeoutError: no step has completed for 4 s; still waiting for worker:0 (lost" in program.output
         assert "worker:1 (lost; it has to be started again)" in program.output
-        assert_nobody_is_left(program)
-
-
-@pytest.mark.processes
-def test_a_worker_killed_while_batches_are_dealt_out_leaves_a_pass_that_ends(tmp_path: pathlib.Path) -> None:
-    script = """
-        strategy = tfdist.ParameterServerStrategy(num_workers=2, num_ps=1, data_sharding="dynamic")
-        made = model(strategy)
-
-        class Kill(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if batch == 20 and self.epoch == 1:
-                    os.kill(strategy.distribution.serving.embedded.pid("worker:1"), signal.SIGKILL)
-            def on_epoch_begin(self, epoch, logs=None):
-                self.epoch = epoch
-            def on_epoch_end(self, epoch, logs=None):
-                print("after", int(made.optimizer.iterations), flush=True)
-
-        for data, options in (
-            (tf.data.Dataset.from_tensors((X, Y)).repeat(100), {}),
-            (tf.data.Dataset.from_tensors((X, Y)).repeat(100).filter(lambda x, y: True), {}),
-            (tf.data.Dataset.from_tensors((X, Y)).repeat(), {"steps_per_epoch": 100}),
-        ):
-            made.fit(data, epochs=2, verbose=0, callbacks=[Kill()], **options)
-    """
-    with programs.running(script, tmp_path) as program:
-        assert program.wait(110) == 0, program.output
-        counts = [int(line.split()[1]) for line in program.output.splitlines() if line.startswith("after")]
-        steps = [b - a for a, b in zip([0, *counts], counts, strict=False)]
-        assert steps[::2] == [100, 100, 100], program.output
-        assert all(20 <= cut <= 101 for cut in steps[1::2]), program.output
-        assert steps[-1] >= 100, "endless data"
         assert_nobody_is_left(program)
 
 

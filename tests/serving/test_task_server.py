@@ -94,19 +94,6 @@ def test_workers_of_one_host_share_its_cpus(cluster: Cluster, expected: int) -> 
 
 
 @pytest.mark.processes
-def test_a_producer_of_the_data_service_does_without_the_front_door() -> None:
-    (answer,) = run(
-        SKIPPED + "from tensorflow.python.data.experimental.service import server_lib\n"
-        "dispatcher = server_lib.DispatchServer(server_lib.DispatcherConfig(port=0))\n"
-        "address = dispatcher.target.partition('//')[2]\n"
-        "config = server_lib.WorkerConfig(dispatcher_address=address, worker_address='127.0.0.1:%port%', port=0)\n"
-        "worker = server_lib.WorkerServer(config)\n"
-        "print('registered', dispatcher._num_workers())"
-    )
-    assert answer == "registered 1"
-
-
-@pytest.mark.processes
 def test_codecs_do_without_the_front_door() -> None:
     (answer,) = run(
         SKIPPED + "from tfdist.compression import on_servers\nprint('imported', on_servers.CodecServer.__name__)"

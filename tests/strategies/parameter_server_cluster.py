@@ -29,8 +29,7 @@ IDS = np.arange(COUNT, dtype=np.float64)[:, None]
 
 @pytest.fixture(scope="session")
 def cluster() -> tfdist.ParameterServerStrategy:
-    """Built for dynamic sharding, which needs its data service from the start; `strategy` shards."""
-    return tfdist.ParameterServerStrategy(num_workers=NUM_WORKERS, num_ps=1, data_sharding="dynamic")
+    return tfdist.ParameterServerStrategy(num_workers=NUM_WORKERS, num_ps=1)
 
 
 @pytest.fixture

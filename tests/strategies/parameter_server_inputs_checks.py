@@ -107,16 +107,10 @@ SOURCES = {
 
 # Others read in the same way.
 SLOW_SOURCES = {"arrays", "batches", "flat map"}
-DYNAMIC = ["of unknown size", "generator"]
-SLOW_DYNAMIC = ["arrays", "repeated"]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "source"),
-    [pytest.param("shard", each, marks=[pytest.mark.slow] if each in SLOW_SOURCES else []) for each in SOURCES]
-    + [("dynamic", source) for source in DYNAMIC]
-    + [pytest.param("dynamic", source, marks=pytest.mark.slow) for source in SLOW_DYNAMIC],
-    indirect=["strategy"],
+    "source", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW_SOURCES else []) for each in SOURCES]
 )
 def test_each_example_is_trained_on_once_per_epoch(strategy: Any, source: str) -> None:
     model, times = observed_often(strategy), 2 if source == "repeated" else 1

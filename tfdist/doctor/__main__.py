@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -30,7 +30,7 @@ from absl import flags
 
 import tfdist
 from tfdist import _log, _sockets
-from tfdist.cluster import DATA_SERVICE_VARIABLE, Cluster, ClusterError, Task
+from tfdist.cluster import Cluster, ClusterError, Task
 from tfdist.doctor import measure as doctor_measure
 from tfdist.launchers import command_line, environment
 from tfdist.launchers.requests import LaunchError
@@ -44,16 +44,12 @@ from tfdist.launchers.requests import LaunchError
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def rules(
-    cluster: Cluster, also: Iterable[str], user: int, system_ports: str, resolve: Callable[[str], Sequence[str]]
-) -> str:
+def rules(cluster: Cluster, user: int, resolve: Callable[[str], Sequence[str]]) -> str:
     """Returns the rules for the machine of `cluster.task`.
 
     Args:
       cluster: all tasks of the job.
-      also: more addresses, "host:port", at which the job listens.
       user: id of the user that runs the tasks.
-      system_ports: this machine's range of ephemeral ports, such as "32768-60999".
       resolve: returns the IP addresses of a host's name.
 
     Returns:
@@ -64,21 +60,18 @@ def rules(
     """
     tasks = [cluster.address(task) for task in cluster.tasks]
     here = _sockets.address_key(cluster.address())[0]
-    ports = sorted({port for host, port in map(_sockets.address_key, [*tasks, *also]) if host == here})
+    ports = sorted({port for host, port in map(_sockets.address_key, tasks) if host == here})
     hosts = sorted(
         {address for each in tasks for address in _resolved(_sockets.split_address(each)[0], resolve)}, key=str
     )
     sources = [each for each in (_sources(hosts, 4), _sources(hosts, 6)) if each]
     to_ports = f"tcp dport {{ {', '.join(map(str, ports))} }} {_OPENING}"
-    to_system = f"tcp dport {system_ports} {_OPENING}"
     return _SCRIPT.format(
         task=cluster.task,
         table=f"tfdist_{ports[0]}",
         user=user,
         to_ports=to_ports,
-        to_system=to_system,
         allowed="\n".join(f"    {each} {to_ports} accept" for each in sources),
-        system_allowed="\n".join(f"    # {each} {to_system} accept" for each in sources),
     )
 
 
@@ -109,10 +102,6 @@ table inet {table} {{
     iif lo accept
 {allowed}
     {to_ports} reject with tcp reset
-    # A tf.data service (data_sharding="dynamic") listens at ports that the system chooses. Where nothing else offers
-    # anything to other machines there, close those, too:
-{system_allowed}
-    # {to_system} reject with tcp reset
   }}
   chain from_this_machine {{
     type filter hook output priority -10; policy accept;
@@ -343,21 +332,12 @@ def main(arguments: Sequence[str]) -> int:
 def _print_rules(env: Mapping[str, str]) -> int:
     try:
         cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
-        also = [env[DATA_SERVICE_VARIABLE]] if DATA_SERVICE_VARIABLE in env else []
-        text = rules(cluster, also, os.getuid(), _system_ports(), _resolve)
+        text = rules(cluster, os.getuid(), _resolve)
     except ValueError as error:
         _log.say(str(error))
         return 1
     sys.stdout.write(text)
     return 0
-
-
-def _system_ports() -> str:
-    try:
-        first, last = pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return "32768-60999"
-    return f"{first}-{last}"
 
 
 def _resolve(host: str) -> list[str]:

@@ -67,8 +67,6 @@ class AsynchronousEngine(Engine):
     Args:
       strategy: The strategy whose cluster it drives.
       num_workers: Number of workers in the cluster.
-      data_service_address: Returns the address of the tf.data service's dispatcher, "grpc://host:port", and starts it
-        if needed; called with True if the data are endless.
       clock: Returns seconds, monotonic; replaced in tests.
       stall_timeout_secs: Longest time without a completed step, after which a wait raises an error.
       on_update: Called with each `Update`: its worker, and its staleness. An update counts when its result arrives at
@@ -84,7 +82,6 @@ class AsynchronousEngine(Engine):
         self,
         strategy: tf.distribute.Strategy,
         num_workers: int,
-        data_service_address: Callable[[bool], str],
         clock: Callable[[], float] = time.monotonic,
         stall_timeout_secs: float = 600.0,
         on_update: Callable[[Update], object] = lambda update: None,
@@ -95,7 +92,6 @@ class AsynchronousEngine(Engine):
         self.data_sharding = data_sharding
         self.num_workers = num_workers
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-        self.data_service_address = data_service_address
         self.programs = Programs(strategy, self.coordinator, transfer or plan.TransferPlan("plain"))
         # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
         self.window = 2 * num_workers + 1

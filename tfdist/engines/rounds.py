@@ -113,7 +113,6 @@ class RoundEngine(Engine):
         self._engine = engine
         self.num_workers = engine.num_workers
         self.coordinator = engine.coordinator
-        self.data_service_address = engine.data_service_address
         self._on_update = on_update
         self._count = engine.num_workers
         # Each update needs a part of the batch from each worker, if the workers share the data.

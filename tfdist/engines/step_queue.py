@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.keras import calls, fit
 from tfdist.compat.tensorflow import coordinator as closures
 from tfdist.coordination import keepalive
 from tfdist.engines.accumulation import GradientSums
@@ -63,7 +64,6 @@ class StepQueue:
         on_update: Callable[[Update], object],
     ):
         self._coordinator = coordinator
-        self._num_workers = num_workers
         self.logs: weakref.WeakKeyDictionary[Program, list[np.ndarray]] = weakref.WeakKeyDictionary()
         self._clock = clock
         self._on_update = on_update
@@ -137,6 +137,7 @@ class StepQueue:
         if loss:
             # The caller is in Keras or in this library, so no stack level shows a line of the user's code.
             warnings.warn(loss, RuntimeWarning, stacklevel=1)
+            fit.show_missing(calls.current(), feed.num_missing)
 
     def _raise_error(self) -> None:
         """Waits for the other steps to end, and raises the error once."""
@@ -226,14 +227,14 @@ class StepQueue:
 
     def _execute(self, step: QueuedStep, iterator_on_worker: Any, sums: GradientSums | None) -> None:
         """Runs a step; in the thread of the worker that took it."""
-        worker, feed = closures.thread.worker, step.feed
+        worker = closures.thread.worker
         with self._changed:
             if step not in self.pending:
                 return
             step.queued = False
             step.local_step = self._updates
             step.started_at = self._clock()
-            count = feed.available(worker, step.count) if isinstance(feed, WorkerFeed) else step.count
+            count = self._available(step, worker, step.count)
             if count > 0:
                 self._running.add(worker)
         if count <= 0:
@@ -260,7 +261,7 @@ class StepQueue:
                 lost = Contribution(worker, step.started_at, self._clock(), Outcome.LOST, staleness, 0.0, 0.0)
                 self._ended.append(lost)
             if isinstance(step.feed, WorkerFeed):
-                step.feed.lost.add(worker)
+                step.feed.release(worker)
             self._running.discard(worker)
             step.queued = True
             self._changed.notify_all()
@@ -285,9 +286,10 @@ class StepQueue:
     ) -> None:
         feed, inputs, batch = step.feed, step.tensors, None
         if isinstance(feed, WorkerFeed):
+            source = feed.source(worker, iterator_on_worker)
             if feed.in_step:
-                inputs = [iterator_on_worker, *inputs]
-            elif (batch := self._batch(step, iterator_on_worker)) is None:
+                inputs = [source, *inputs]
+            elif (batch := self._batch(step, source)) is None:
                 self._hand_back(step, worker)
                 return
             else:
@@ -303,14 +305,14 @@ class StepQueue:
         if isinstance(feed, WorkerFeed):
             if step.batch is not None:
                 step.batch.on_worker = made.batch if batch is None else batch
-            feed.taken[worker] += count
+            feed.pieces.used(worker, count)
         if is_rest:
             self._finish(step, worker, made)
         else:
             self._hand_on(step, worker, made, count)
 
     def _batch(self, step: QueuedStep, iterator_on_worker: Any) -> list[Any] | None:
-        """Takes the next batch of the worker; None if it has no data left."""
+        """Takes the next batch of a worker's piece; None at its end."""
         batch = iterator_on_worker.get_next_as_optional()
         if not bool(batch.has_value()):
             return None
@@ -381,7 +383,7 @@ class StepQueue:
         with self._changed:
             self._running.discard(worker)
             self._progressed_at = self._clock()
-            feed.exhausted.add(worker)
+            feed.pieces.end(worker)
             if self._no_worker_has_data(step):
                 if not feed.ended:
                     # Once per pass, although several steps may find the end.
@@ -396,8 +398,21 @@ class StepQueue:
         self._park(worker)
 
     def _no_worker_has_data(self, step: QueuedStep) -> bool:
+        return isinstance(step.feed, WorkerFeed) and step.feed.pieces.have_ended(self._gone())
+
+    def _available(self, step: QueuedStep, worker: int, wanted: int) -> int:
+        """Returns how many of so many batches `worker` may take now: of its share, or of that of a lost worker.
+
+        Only that worker's thread calls this, with the lock.
+        """
         feed = step.feed
-        return isinstance(feed, WorkerFeed) and len(feed.exhausted | self._gone()) == self._num_workers
+        if not isinstance(feed, WorkerFeed):
+            return wanted
+        if worker not in feed.pieces.held:
+            # The coordinator may have found a worker dead that no step has met.
+            for gone in self._gone() - self._running:
+                feed.release(gone)
+        return feed.available(worker, wanted)
 
     def _gone(self) -> set[int]:
         """Returns the workers that are lost now, those that the coordinator lost between two steps included."""
@@ -419,7 +434,10 @@ class StepQueue:
 
     def _has_work(self, worker: int) -> bool:
         """Returns True if a step waits that the worker can make, or must drop because no worker can make it."""
-        return any(step.suits(worker) or (step.queued and self._no_worker_has_data(step)) for step in self.pending)
+        return any(
+            step.queued and (self._available(step, worker, 1) > 0 or self._no_worker_has_data(step))
+            for step in self.pending
+        )
 
 
 # Element of the queue of `AsynchronousEngine`: a step, or the steps of an execution (`steps_per_execution`).
@@ -450,10 +468,6 @@ class QueuedStep:
     # The batch, for a loop that may use it again.
     batch: Batch | None = None
     count: int = 1
-
-    def suits(self, worker: int) -> bool:
-        """Returns True if `worker` can run the step now. Only that worker's thread calls this."""
-        return self.queued and (not isinstance(self.feed, WorkerFeed) or self.feed.available(worker, 1) > 0)
 
 
 def resolve(future: concurrent.futures.Future | None, value: Any) -> None:

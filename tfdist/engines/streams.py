@@ -38,7 +38,7 @@ from tfdist.engines import rounds
 from tfdist.engines.rounds import RoundStep, part_of_batch
 from tfdist.passes import worker_pass
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.passes.worker_pass import WorkerIterator
+from tfdist.passes.worker_pass import WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.step import gradients
 from tfdist.step.step import Step
@@ -139,15 +139,10 @@ class StreamEngine(rounds.RoundEngine):
         self._step = self._iterator = None
 
     def _feed_of(self, iterator: WorkerIterator) -> Feed:
-        feed, dataset = iterator.decide(by_chief=False), iterator.dataset
+        feed = iterator.decide(by_chief=False)
         if isinstance(feed, worker_pass.ChiefFeed):
             return ChiefStreamFeed(lambda: self._read(feed, iterator.element_spec))
-        if dataset.is_shared_out:
-            return ShareFeed(self._count, dataset.open_shares(iterator.number), dataset.forget_shares)
-        return Streams(lambda worker: feed.taken.update([worker]))
-
-    def _on_workers(self, iterator: WorkerIterator, parts: Any) -> Any:
-        return super()._on_workers(iterator, parts) if isinstance(self._feed, Streams) else None
+        return WorkerStreamFeed(feed)
 
     def _read(self, feed: worker_pass.ChiefFeed, element_spec: Any) -> list[Any]:
         count = self.replicas_to_aggregate
@@ -217,9 +212,8 @@ class StreamEngine(rounds.RoundEngine):
 
 # Sources of batches, or of parts of batches, for workers that are not synchronized with Keras' steps.
 #
-#     Shares    one shard of the data per worker: a worker reads its own shard, and then a shard without a reader (its
-#               worker was lost, or doesn't take part yet), from the position of its last reader
-#     Streams   each worker reads its own iterator to the end
+#     Pieces    a worker reads its own share, and then pieces without a reader (their worker was lost, or doesn't take
+#               part yet), from the position of their last reader
 #     Parts     the chief reads the data, and a worker takes the next part
 #
 # The workers' threads on the chief call them. A part that was taken and not used, because its worker was lost, is
@@ -227,7 +221,7 @@ class StreamEngine(rounds.RoundEngine):
 
 
 class Feed:
-    """Interface of all three; each call concerns one worker.
+    """Interface of both; each call concerns one worker.
 
     Attributes:
       from_chief: True if `take` returns a batch, and not an iterator on the worker.
@@ -256,104 +250,49 @@ class Feed:
         """Notes that `worker` was lost."""
 
 
-class Streams(Feed):
-    """An iterator on each worker.
+class WorkerStreamFeed(Feed):
+    """Pieces of the workers' shares, each with an iterator on the worker that reads it.
 
     Args:
-      used: called for each contribution, so that a restarted worker skips the batches that it has used.
+      feed: the shares.
     """
 
-    def __init__(self, used: Callable[[int], None] = lambda worker: None) -> None:
-        self._used = used
+    def __init__(self, feed: WorkerFeed) -> None:
+        self._feed = feed
+        feed.pieces.wait_for_claims()
         self._lock = threading.Lock()
-        self._iterators: dict[int, Any] = {}
-        self._at_end: set[int] = set()
+        self._own: dict[int, Any] = {}
 
     def arrive(self, worker: int, iterator: Any) -> None:
-        """Notes that `worker` takes part, with its own iterator."""
-        with self._lock:
-            self._iterators[worker] = iterator
+        """Notes that `worker` takes part, with the iterator over its own share."""
+        self._own[worker] = iterator
 
     def take(self, worker: int) -> Any | None:
-        """Returns the iterator of `worker`; None at the end."""
+        """Returns the iterator over the piece of `worker`, or over a piece without a reader; None at the end."""
         with self._lock:
-            return None if worker in self._at_end else self._iterators[worker]
-
-    def used(self, worker: int) -> None:
-        """Notes that the last `take` of `worker` was used in a contribution."""
-        self._used(worker)
-
-    def ended(self, worker: int) -> None:
-        """Notes that the iterator of `worker` has ended."""
-        with self._lock:
-            self._at_end.add(worker)
-
-    def has_more(self, worker: int) -> bool:
-        """Returns True if `take` has a source for `worker`."""
-        with self._lock:
-            return worker not in self._at_end
-
-
-class ShareFeed(Feed):
-    """Shares of the data, each read by one worker at a time.
-
-    Args:
-      count: number of shares, one for each worker.
-      open_share: makes an iterator over share `share` without its first `position` parts, on the worker of this thread.
-      forget: called with a worker that was lost, whose iterators are gone.
-    """
-
-    def __init__(
-        self, count: int, open_share: Callable[[int, int], Any], forget: Callable[[int], None] = lambda worker: None
-    ) -> None:
-        self._open_share = open_share
-        self._forget = forget
-        self._lock = threading.Lock()
-        self._free = set(range(count))
-        self._positions = [0] * count
-        # Worker -> its share, and the iterator over it.
-        self._held: dict[int, int] = {}
-        self._iterators: dict[int, Any] = {}
-
-    def take(self, worker: int) -> Any | None:
-        """Returns the iterator over the share of `worker`, or over a share without a reader; None at the end."""
-        with self._lock:
-            if worker not in self._held:
-                if not self._free:
-                    return None
-                share = worker if worker in self._free else min(self._free)
-                self._free.discard(share)
-                self._held[worker] = share
-            share = self._held[worker]
-        if worker not in self._iterators:
-            # Only this worker's thread opens it.
-            self._iterators[worker] = self._open_share(share, self._positions[share])
-        return self._iterators[worker]
+            piece = self._feed.pieces.claim(worker)
+        # Only this worker's thread opens it.
+        return None if piece is None else self._feed.source(worker, self._own[worker])
 
     def used(self, worker: int) -> None:
         """Notes that the last `take` of `worker` was used in a contribution."""
         with self._lock:
-            if worker in self._held:
-                self._positions[self._held[worker]] += 1
+            self._feed.pieces.used(worker)
 
     def ended(self, worker: int) -> None:
-        """Notes that the share of `worker` has ended."""
+        """Notes that the piece of `worker` has ended."""
         with self._lock:
-            self._held.pop(worker, None)
-            self._iterators.pop(worker, None)
+            self._feed.pieces.end(worker)
 
     def has_more(self, worker: int) -> bool:
         """Returns True if `take` has a source for `worker`."""
         with self._lock:
-            return worker in self._held or bool(self._free)
+            return self._feed.pieces.has_more(worker)
 
     def release(self, worker: int) -> None:
-        """Notes that `worker` was lost: another worker may continue its share."""
+        """Notes that `worker` was lost: another worker may read the rest of its piece."""
         with self._lock:
-            if (share := self._held.pop(worker, None)) is not None:
-                self._free.add(share)
-            self._iterators.pop(worker, None)
-        self._forget(worker)
+            self._feed.release(worker)
 
 
 class ChiefStreamFeed(Feed):

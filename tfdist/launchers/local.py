@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from absl import flags
 
-from tfdist.cluster import DATA_SERVICE_VARIABLE, JOB_SECRET_VARIABLE, Task
+from tfdist.cluster import JOB_SECRET_VARIABLE, Task
 from tfdist.launchers import command_line, environment, shape
 from tfdist.launchers.requests import (
     TRY_AGAIN_EXIT_CODE,
@@ -89,8 +89,8 @@ class LocalJob:
 
     @property
     def num_ports(self) -> int:
-        """Number of ports: one per member of the cluster, and one for a tf.data service with parameter servers."""
-        return len(self.shape.members) + (self.num_ps > 0)
+        """Number of ports: one per member of the cluster."""
+        return len(self.shape.members)
 
 
 def plan(
@@ -114,13 +114,12 @@ def plan(
     """
     free = iter(ports)
     addresses = {member: f"127.0.0.1:{next(free)}" for member in job.shape.members}
-    service = {DATA_SERVICE_VARIABLE: f"127.0.0.1:{next(free)}"} if job.num_ps else {}
     visible = _visible_devices(job, devices)
     left, places = job.shape.without(dropped)
     left_addresses = [addresses[places[member]] for member in left.members]
     tasks = []
     for task in left.tasks:
-        env = {"TF_CONFIG": left.cluster(left_addresses, task).to_tf_config(), **service}
+        env = {"TF_CONFIG": left.cluster(left_addresses, task).to_tf_config()}
         env |= {**visible.get(places[task], {}), "TFDIST_LAUNCHER": "local", "PYTHONUNBUFFERED": "1"}
         env |= job.env
         tasks.append(TaskRequest(str(task), env, (python, *job.command)))

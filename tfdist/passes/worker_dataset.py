@@ -30,12 +30,10 @@ class Workers(Protocol):
     Attributes:
       num_workers: number of workers of the cluster.
       coordinator: creates resources on the workers.
-      data_service_address: see `AsynchronousEngine`.
     """
 
     num_workers: int
     coordinator: tf.distribute.coordinator.ClusterCoordinator
-    data_service_address: Callable[[bool], str]
 
     def open(self, dataset: WorkerDataset, fit: Any) -> worker_batch.Pass:
         """Begins a pass over the data."""
@@ -49,12 +47,21 @@ class WorkerDataset(DistributedDataset):
       engine: The engine whose workers read it.
       dataset: A `tf.data.Dataset` of batches.
       sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...;
-        `"dynamic"`: each batch goes to the worker that asks first (tf.data service); `"deal"`: worker i of n reads part
-        i of n of every batch.
+        `"deal"`: worker i of n reads part i of n of every batch.
       num_parts: number of consecutive parts into which a worker's batches are cut.
     """
 
     def __init__(self, engine: Workers, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
+        # By a job of the tf.data service, of which each worker is a consumer.
+        self._is_handed_out = sharding != "given" and bool(inputs.service_jobs(dataset))
+        if self._is_handed_out and sharding == "deal":
+            raise ValueError(
+                "dataset: under a policy of synchronous training each batch is divided among the workers, and a job of "
+                "the tf.data service hands out whole batches; leave the policy away, or read without the service. "
+                f"Received: job_name={inputs.service_jobs(dataset)[0]!r}"
+            )
+        if self._is_handed_out:
+            sharding = "replicate"
         # A worker, or the chief, that deletes an iterator would hold up all others.
         dataset = inputs.read_ahead_untuned(dataset)
         super().__init__(engine, dataset, _refuse_stock)
@@ -62,17 +69,17 @@ class WorkerDataset(DistributedDataset):
         self.id = registry.add(self)
         self._sharding = sharding
         self._num_parts = num_parts
-        self._cardinality = int(dataset.cardinality())
+        # The service does not say how many batches a worker gets.
+        self._cardinality = tf.data.UNKNOWN_CARDINALITY if self._is_handed_out else int(dataset.cardinality())
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
         self._described: DatasetGraph | None = None
-        self._share_builder: Callable[[tf.Tensor], tf.data.Dataset] | None = None
+        # Rebuilds a share on the worker of the calling thread; set with `_shipped`.
+        self._build: Any = None
         # Number of iterators that were made over the data, and of those that workers have read.
         self.passes = self.passes_read = 0
         self._orders = progress.orders_of(dataset)
         # Number of iterators that each worker has made since it built its share. Only that worker's thread reads it.
         self._begun: dict[int, int] = {}
-        # Data sets of `open_shares`, by worker and share, with the number of passes begun.
-        self._opened: dict[tuple[int, int], tuple[tf.data.Dataset, int]] = {}
 
     @property
     def element_spec(self) -> Any:
@@ -150,7 +157,8 @@ class WorkerDataset(DistributedDataset):
         not changed afterwards can always be cut. Data from the chief's Python may be readable only once, so their
         iterator checks them.
         """
-        if self.num_parts == 1 or self.lives_in_python or self._graph().has_even_batches:
+        is_read_once = self.lives_in_python or self._is_handed_out
+        if self.num_parts == 1 or is_read_once or self._graph().has_even_batches:
             return
         # This process may be unable to read the data.
         with contextlib.suppress(tf.errors.OpError):
@@ -176,7 +184,7 @@ class WorkerDataset(DistributedDataset):
     def share(self, worker: int) -> int | None:
         """Number of batches in the share of `worker` of a pass: `sys.maxsize` if endless, None if unknown."""
         total = self.cardinality
-        if total == tf.data.UNKNOWN_CARDINALITY or self._sharding == "dynamic":
+        if total == tf.data.UNKNOWN_CARDINALITY:
             return None
         if total == tf.data.INFINITE_CARDINALITY:
             return sys.maxsize
@@ -185,45 +193,19 @@ class WorkerDataset(DistributedDataset):
         return len(range(worker, total, self._engine.num_workers))
 
     @property
-    def is_dealt_out(self) -> bool:
-        """True if a batch goes to the worker that asks first, so that no batch belongs to a worker before."""
-        return self._sharding == "dynamic"
-
-    @property
     def is_cut(self) -> bool:
         """True if workers read parts of batches."""
         return self._sharding == "deal" or self._num_parts > 1
 
     @property
-    def is_shared_out(self) -> bool:
-        """True if each batch of a pass belongs to one worker's share."""
+    def can_move(self) -> bool:
+        """True if any worker may read the rest of a lost worker's share: it is the same on all workers."""
         return self._sharding == "shard"
 
-    def open_shares(self, number: int) -> Callable[[int, int], Iterator[Any]]:
-        """Starts a pass over the shares, any of which any worker may read (see `streams.ShareFeed`)."""
-        self.passes_read += 1
-        caches = self.passes_read > 1 and self._graph().caches
-        if self._share_builder is None:
-            self._graph().agree_on_order(secrets.randbelow(2**31))
-            self._share_builder = self._rebuilder(self._graph(), self._engine.num_workers)
-        build = self._share_builder
-
-        def open_share(share: int, position: int) -> Iterator[Any]:
-            key = coordinator.this_worker(), share
-            dataset, begun = self._opened.pop(key, (None, 0))
-            if dataset is None or position:
-                # Built again to continue a pass: each new iterator of a data set draws another order.
-                dataset, begun = build(tf.constant(share, tf.int64)), 0
-            progress.begin_passes(dataset, number - 1 - begun, caches, begun)
-            self._opened[key] = dataset, number
-            return iter(dataset.skip(position) if position else dataset)
-
-        return open_share
-
-    def forget_shares(self, worker: int) -> None:
-        """Notes that `worker` was lost, with its data sets."""
-        for key in [key for key in list(self._opened) if key[0] == worker]:
-            self._opened.pop(key, None)
+    def share_sizes(self) -> list[int | None]:
+        """Returns `share` of each worker, in the units in which workers read: batches, or parts of batches."""
+        sizes = map(self.share, range(self._engine.num_workers))
+        return [size if size in (None, sys.maxsize) else size * self._num_parts for size in sizes]
 
     def iterate_on_workers(
         self, number: int, position: Callable[[int], int] = lambda worker: 0
@@ -237,24 +219,39 @@ class WorkerDataset(DistributedDataset):
         self.passes_read += 1
         is_first = self.passes_read == 1
         create = functools.partial(coordinator.create_on_workers, self._engine.coordinator)
-        if self._sharding == "dynamic":
-            build = self._join_service()
-            return create(lambda: iter(build()))
         if self._shipped is None:
-            self._shipped = create(functools.partial(self._build_share, self._shares()))
+            self._build = self._shares()
+            self._shipped = create(self._build_own)
 
         def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
             worker = coordinator.this_worker()
-            self._catch_up(dataset, worker, number, is_first)
+            self._begun[worker] = self._catch_up(dataset, self._begun[worker], number, is_first)
             count = position(worker)
             return iter(dataset.skip(count) if count else dataset)
 
         return create(iterate, self._shipped)
 
-    def _build_share(self, share: Callable[[int], tf.data.Dataset]) -> tf.data.Dataset:
+    def iterate_piece(self, number: int, is_first: bool, share: int, start: int, step: int) -> Iterator[Any]:
+        """Returns an iterator over every `step`-th batch of a share from `start` on, on the worker of this thread.
+
+        Args:
+          number: of the pass.
+          is_first: True if it is the first pass that workers read.
+          share: index of the worker whose share it is.
+          start: position in the share.
+          step: distance of the batches.
+        """
+        dataset = self._build_share(share)
+        self._catch_up(dataset, 0, number, is_first)
+        return iter(dataset.skip(start).shard(step, 0))
+
+    def _build_own(self) -> tf.data.Dataset:
         worker = coordinator.this_worker()
         self._begun[worker] = 0
-        dataset = share(worker)
+        return self._build_share(worker)
+
+    def _build_share(self, share: int) -> tf.data.Dataset:
+        dataset = self._build(share)
         if self._sharding in ("shard", "deal") and self._cardinality >= 0 and self._graph().caches:
             # A pass of known length ends with the worker's last batch, mostly before the end of the data. The cache
             # would stay incomplete, and be filled anew in another order than on the other workers. Data of unknown
@@ -262,25 +259,35 @@ class WorkerDataset(DistributedDataset):
             progress.read(dataset)
         return dataset
 
-    def _catch_up(self, dataset: tf.data.Dataset, worker: int, number: int, is_first: bool) -> None:
+    def _catch_up(self, dataset: tf.data.Dataset, begun: int, number: int, is_first: bool) -> int:
         """Advances a share to the order that pass `number` has on one device, and on the other workers.
 
         Each iterator draws a new order. A cache has the order of the first pass, which must be read if this worker has
         rebuilt its share.
+
+        Args:
+          dataset: the share.
+          begun: number of iterators over it so far.
+          number: of the pass.
+          is_first: True if it is the first pass that workers read.
+
+        Returns:
+          The number of iterators over it with that of this pass.
         """
-        begun, caches = self._begun[worker], not is_first and self._graph().caches
-        if caches or self._graph().shuffles:
+        caches = not is_first and self._graph().caches
+        # Each iterator joins another iteration of a job.
+        if caches or self._graph().shuffles or self._is_handed_out:
             progress.begin_passes(dataset, number - 1 - begun, caches, begun)
-        self._begun[worker] = max(self._begun[worker], number)
+        return max(begun, number)
 
     def _shares(self) -> Callable[[int], tf.data.Dataset]:
-        """Returns a function that rebuilds a worker's share, called with the worker as the default device."""
+        """Returns a function that rebuilds a share, called with a worker as the default device."""
         is_shared = self._sharding in ("shard", "deal")
         if is_shared:
             # Shares of different orders would overlap.
             self._graph().agree_on_order(secrets.randbelow(2**31))
         build = self._rebuilder(self._graph(), self._engine.num_workers if is_shared else 1)
-        return lambda worker: build(tf.constant(worker if is_shared else 0, tf.int64))
+        return lambda share: build(tf.constant(share if is_shared else 0, tf.int64))
 
     def _rebuilder(self, graph: DatasetGraph, num_shards: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
         """Returns a function from the index of a shard to the shard; it contains the data set."""
@@ -307,21 +314,6 @@ class WorkerDataset(DistributedDataset):
         if self._num_parts == 1:
             return dataset
         return splitting.deal(dataset, range(self._num_parts), self._num_parts)
-
-    def _join_service(self) -> Callable[[], tf.data.Dataset]:
-        """Returns a function that makes the worker a consumer of a new pass of the tf.data service."""
-        endless = self.cardinality == tf.data.INFINITE_CARDINALITY
-        service, spec = tf.data.experimental.service, self.batch_spec
-        address = self._engine.data_service_address(endless)
-        # Endless data may have several producers, which divide the sources among them; data that end have one.
-        policy = service.ShardingPolicy.DYNAMIC if endless else service.ShardingPolicy.OFF
-        dataset_id, job = service.register_dataset(address, self.own), f"tfdist-{secrets.token_hex(8)}"
-
-        @tf.function(autograph=False)
-        def build() -> tf.data.Dataset:
-            return self._cut(service.from_dataset_id(policy, address, dataset_id, element_spec=spec, job_name=job))
-
-        return build.get_concrete_function()
 
 
 class WorkerDatasetFromFunction(WorkerDataset):

@@ -23,6 +23,7 @@ of a batch decides: by a step on a worker, or by the chief for its value.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -58,6 +59,133 @@ class Steps(Protocol):
         ...
 
 
+@dataclasses.dataclass(eq=False)
+class Piece:
+    """Every `step`-th batch of a worker's share from `start` on. One worker at a time reads it.
+
+    Attributes:
+      share: index of the worker whose share it is.
+      size: number of its batches; None if not known.
+      start: position of its first batch in the share.
+      step: distance of its batches in the share.
+      used: number of its batches that steps were made of.
+      is_left: True if it is the rest of a worker that was lost.
+    """
+
+    share: int
+    size: int | None
+    start: int = 0
+    step: int = 1
+    used: int = 0
+    is_left: bool = False
+
+    @property
+    def position(self) -> int:
+        """Position in the share of its next batch."""
+        return self.start + self.used * self.step
+
+    @property
+    def left(self) -> int | None:
+        """Number of batches that are not used; None if not known."""
+        return None if self.size is None else self.size - self.used
+
+    def divided(self, parts: int) -> list[Piece]:
+        """Returns the rest, by turns, as at most so many pieces of at least one batch, or of unknown size."""
+        sizes = [None if self.left is None else len(range(part, self.left, parts)) for part in range(parts)]
+        return [
+            Piece(self.share, size, self.position + part * self.step, self.step * parts)
+            for part, size in enumerate(sizes)
+            if size != 0
+        ]
+
+
+class Pieces:
+    """The shares of a pass, and who reads them: each batch is used once, whichever worker is lost.
+
+    A worker reads its own share first. A share that a lost worker has left is its own again when it is back. If another
+    worker has come to the end of its share by then, the rest is divided among the workers that live.
+
+        share 0   0 1 2 3 4 5            worker 0   0 1 2 3 4 5 | d
+        share 1   a b c d e f            worker 1   a b c (lost)
+        share 2   u v w x y z            worker 2   u v w x y z | e f    of d e f, each takes every second one
+
+    Not safe to be used by several threads at once.
+
+    Args:
+      sizes: number of batches in the share of each worker, None if not known.
+      can_move: False if no worker can read the share of another one.
+
+    Attributes:
+      own: the share of each worker, as a piece.
+      held: by worker, the piece that it reads.
+      num_used: number of batches that were used.
+    """
+
+    def __init__(self, sizes: Sequence[int | None], can_move: bool) -> None:
+        self.own = [Piece(share, size) for share, size in enumerate(sizes)]
+        self._can_move = can_move
+        self.held = dict(enumerate(self.own))
+        self._free: list[Piece] = []
+        self._lost: set[int] = set()
+        self.num_used = 0
+
+    def wait_for_claims(self) -> None:
+        """Lets any worker read a share that its worker has not claimed, because it takes no part yet."""
+        self._free += self.held.values()
+        self.held.clear()
+
+    def claim(self, worker: int) -> Piece | None:
+        """Returns the piece that `worker` reads; one that no worker reads if it has none, or None if there is none."""
+        self._lost.discard(worker)
+        if worker in self.held:
+            return self.held[worker]
+        if self.own[worker] in self._free:
+            piece = self.held[worker] = self.own[worker]
+            self._free.remove(piece)
+            piece.is_left = False
+            return piece
+        while self._can_move and self._free:
+            piece = self._free.pop(0)
+            # Another iterator reads it from now on, so it is another piece.
+            parts = piece.divided(len(self.own) - len(self._lost) if piece.is_left else 1)
+            self._free += parts[1:]
+            if parts:
+                self.held[worker] = parts[0]
+                return parts[0]
+        return None
+
+    def used(self, worker: int, count: int = 1) -> None:
+        """Notes that steps of `worker` have used so many batches of its piece."""
+        self.num_used += count
+        if worker in self.held:
+            self.held[worker].used += count
+
+    def end(self, worker: int) -> None:
+        """Notes that the piece of `worker` has no batch left."""
+        self.held.pop(worker, None)
+
+    def release(self, worker: int) -> None:
+        """Notes that `worker` was lost."""
+        self._lost.add(worker)
+        piece = self.held.pop(worker, None)
+        if piece is not None:
+            piece.is_left = True
+            self._free.append(piece)
+
+    def has_more(self, worker: int) -> bool:
+        """Returns True if `claim` has a piece for `worker`."""
+        return worker in self.held or self.own[worker] in self._free or (self._can_move and bool(self._free))
+
+    def unread(self, lost: Collection[int]) -> list[Piece]:
+        """Returns the pieces that no worker can read as long as these are lost; if others live."""
+        held = [piece for worker, piece in self.held.items() if worker in lost]
+        return [] if self._can_move else held + [piece for piece in self._free if piece.share in lost]
+
+    def have_ended(self, lost: Collection[int]) -> bool:
+        """Returns True if no worker has a batch left, as long as these are lost."""
+        return len(self.held) + len(self._free) == len(self.unread(lost))
+
+
 class WorkerFeed:
     """Each worker reads its share of a pass; how far they are.
 
@@ -71,9 +199,7 @@ class WorkerFeed:
       in_step: True if a step reads its batch itself, from the iterator on its worker. Each worker's number of batches
         is known then before they are read. Else the batch is an argument of the step.
       is_counted: True if the number of batches of the pass is known or infinite.
-      taken: the number of batches that each worker is done with.
-      exhausted: workers at the end of their shares.
-      lost: workers that were lost while they had a share in this pass.
+      pieces: which worker reads what.
       ended: True once no worker has a batch left.
       on_workers: the iterators on the workers, once `begin` has made them.
       updates: number of updates to which all workers contribute, each with its part of one batch.
@@ -86,11 +212,9 @@ class WorkerFeed:
         self._number = number
         self.is_counted = dataset.cardinality != tf.data.UNKNOWN_CARDINALITY
         self.in_step = self.is_counted and dataset.share(0) is not None
-        # Number of batches by worker.
-        self._shares: dict[int, Any] = {}
-        self.taken: collections.Counter[int] = collections.Counter()
-        self.exhausted: set[int] = set()
-        self.lost: set[int] = set()
+        self.pieces = Pieces(dataset.share_sizes(), dataset.can_move)
+        # By worker, a piece of another share, and the iterator over it.
+        self._opened: dict[int, tuple[Piece, Any]] = {}
         self.ended = False
         self.on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
         self.updates = 0
@@ -105,21 +229,47 @@ class WorkerFeed:
         return self.on_workers
 
     def available(self, worker: int, wanted: int) -> int:
-        """Returns how many of so many batches `worker` may have left. Only that worker's thread calls this."""
-        if worker in self.exhausted:
-            return 0
-        if not self.in_step:
-            return wanted
-        if worker not in self._shares:
-            self._shares[worker] = self._dataset.share(worker)
-        share = self._shares[worker]
-        # Of data sets that a user made for each worker, some may be endless and others of unknown length.
-        left = wanted if share is None else share - self.taken[worker]
-        return wanted if left > wanted else left
+        """Returns how many of so many batches `worker` may have left in one piece."""
+        while (piece := self.pieces.claim(worker)) is not None:
+            # Of data sets that a user made for each worker, some may be endless and others of unknown length.
+            if not self.in_step or piece.left is None:
+                return wanted
+            if piece.left:
+                return min(wanted, piece.left)
+            self.pieces.end(worker)
+        return 0
+
+    def source(self, worker: int, own: Any) -> Any:
+        """Returns the iterator over the piece that `worker` has claimed; called in its thread.
+
+        Args:
+          worker: its index.
+          own: the iterator over its own share.
+        """
+        piece = self.pieces.held[worker]
+        if piece is self.pieces.own[worker]:
+            return own
+        opened, iterator = self._opened.get(worker, (None, None))
+        if opened is not piece:
+            place = piece.share, piece.position, piece.step
+            iterator = self._dataset.iterate_piece(self._number, self._number_read == 1, *place)
+            self._opened[worker] = piece, iterator
+        return iterator
+
+    def release(self, worker: int) -> None:
+        """Notes that `worker` was lost, with its iterators."""
+        self.pieces.release(worker)
+        self._opened.pop(worker, None)
 
     def _position(self, worker: int) -> int:
-        """Returns the number of batches that a restarted worker skips."""
-        return self.updates - 1 if self.updates else self.taken[worker]
+        """Returns the number of batches of its share that a worker skips; called again when it is restarted."""
+        self._opened.pop(worker, None)
+        return self.updates - 1 if self.updates else self.pieces.own[worker].used
+
+    @property
+    def num_missing(self) -> int:
+        """Number of batches of the pass that were not used; 0 if their number is not known."""
+        return max(0, self._dataset.cardinality - self.pieces.num_used)
 
     def loss(self, gone: set[int]) -> str | None:
         """Describes the unused batches of lost workers, after the pass; None if there are none.
@@ -127,11 +277,8 @@ class WorkerFeed:
         Args:
           gone: The workers that are still lost.
         """
-        # A restarted worker reads the rest of its share. If batches belong to no worker, the batches that it had
-        # fetched are lost.
-        is_dealt_out, total = self._dataset.is_dealt_out, self._dataset.cardinality
-        workers = self.lost if is_dealt_out else gone - self.exhausted
-        return describe_lost_batches(self._number_read, total, self.taken.total(), workers, is_dealt_out)
+        workers = {piece.share for piece in self.pieces.unread(gone) if piece.left != 0}
+        return describe_lost_batches(self._number_read, self._dataset.cardinality, self.pieces.num_used, workers)
 
 
 class ChiefFeed:
@@ -422,7 +569,7 @@ def find_batch_state(handle: int) -> Batch:
 # The warning about batches that no step was made of, because a worker was lost.
 
 
-def describe_lost_batches(number: int, total: int, used: int, lost: Collection[int], is_dealt_out: bool) -> str | None:
+def describe_lost_batches(number: int, total: int, used: int, lost: Collection[int]) -> str | None:
     """Returns the text of the warning; None if no batch is missing.
 
     Args:
@@ -430,17 +577,13 @@ def describe_lost_batches(number: int, total: int, used: int, lost: Collection[i
       total: batches of the pass, or one of tf.data's constants for an unknown or endless number.
       used: how many of them were used.
       lost: the workers whose batches are missing.
-      is_dealt_out: True if a batch goes to the worker that asks first.
     """
     is_counted = total != tf.data.UNKNOWN_CARDINALITY
     if not lost or total == tf.data.INFINITE_CARDINALITY or (is_counted and used >= total):
         return None
     what = f"{total - used} of its {total} batches" if is_counted else "an unknown number of batches"
-    why = (
-        "it had fetched them"
-        if is_dealt_out
-        else "they were the rest of its share, and the others had come to the end of theirs before it was back; "
-        "with data_sharding='dynamic', or policies=[tfdist.SoftSync(1)], the others make them"
-    )
     names = " and ".join(f"worker:{worker}" for worker in sorted(lost))
-    return f"Pass {number} over the data ended without {what}. {names} was lost; {why}."
+    return (
+        f"Pass {number} over the data ended without {what}. {names} was lost, and no other worker can read its own "
+        "data; give fit the data set itself, and the others take over its share."
+    )

@@ -59,11 +59,6 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], type[Policy], str]] = {
         Compression,
         "it encodes the gradients of one device per worker; leave it away, or use devices_per_replica=1",
     ),
-    "data_sharding": (
-        lambda sharding: sharding == "dynamic",
-        Aggregation,
-        'all workers share each batch, and "dynamic" gives whole ones to whichever worker asks first; use "shard"',
-    ),
 }
 # The policy that "the first one" means in each reason.
 _FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
@@ -97,7 +92,7 @@ def check_policies(
       policies: the user's argument; None for no policies.
       strategy: the strategy's name, such as "MirroredStrategy".
       transforms: the gradient transforms beside them.
-      **arguments: other arguments of the strategy, checked by themselves: `devices_per_replica`, `data_sharding`.
+      **arguments: other arguments of the strategy, checked by themselves: `devices_per_replica`.
 
     Returns:
       The policies.

@@ -10,19 +10,11 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist import _checks, _forks, _log
-from tfdist.cluster import (
-    DATA_SERVICE_VARIABLE,
-    NOTICES_VARIABLE,
-    Cluster,
-    Task,
-    data_service_address,
-)
+from tfdist.cluster import NOTICES_VARIABLE, Cluster, Task
 from tfdist.coordination import keepalive, rendezvous
 from tfdist.launchers.requests import Restarts
 from tfdist.launchers.supervise import processes
@@ -31,80 +23,7 @@ from tfdist.launchers.supervise.processes import PortReservation, Process, Super
 from tfdist.launchers.supervise.replacements import Replacements
 from tfdist.serving.task import VARIABLE, done_mark, serve
 
-# Starts the servers of the tf.data service that prepare batches for `data_sharding="dynamic"`.
-#
-# A client of the service retries a dead producer without end, because it might be restarted. The batches of a dead
-# producer are lost with it. So finite data are prepared here, in the chief's process. A pass then loses at most the
-# batches that a lost worker had fetched, and it always ends. Endless data have no end to wait for, and the remaining
-# producers continue: the workers prepare the data together, where they know of a dispatcher.
-
-
-# gRPC takes it instead of `no_proxy`; read when a connection is made.
-_NO_PROXY = "no_grpc_proxy"
-
-
-class DataService:
-    """The chief's part: dispatchers, and a producer of its own; each is started when it is first needed.
-
-    Args:
-      host: The name under which the workers reach this process.
-      shared: "host:port" of the dispatcher that the workers look for, if they do.
-    """
-
-    def __init__(self, host: str, shared: str | None):
-        self._host = host
-        self._shared = shared
-        self._dispatcher: tf.data.experimental.service.DispatchServer | None = None
-        # The servers run for the lifetime of these objects.
-        self._own: tuple[str, list[Any]] | None = None
-
-    def prepare(self) -> None:
-        """Starts the dispatcher that the workers look for."""
-        if self._shared is not None and self._dispatcher is None:
-            service = tf.data.experimental.service
-            port = int(self._shared.rpartition(":")[2])
-            self._dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
-
-    def close(self) -> None:
-        """Ends the servers; may be called again."""
-        self._dispatcher = self._own = None
-
-    def address(self, endless: bool) -> str:
-        """The dispatcher for data that are `endless` or not, "grpc://host:port"."""
-        if endless and self._shared is not None:
-            self.prepare()
-            return f"grpc://{self._shared}"
-        if self._own is None:
-            self._own = self._start_own()
-        return self._own[0]
-
-    def _start_own(self) -> tuple[str, list[Any]]:
-        service = tf.data.experimental.service
-        dispatcher = service.DispatchServer(service.DispatcherConfig(port=0))
-        port = dispatcher.target.rpartition(":")[2]
-        # `WorkerServer` holds Python's lock until the dispatcher has registered it, without a time limit. So it gets
-        # the one address that this process certainly reaches: its own name may be known to the other tasks only.
-        near = f"127.0.0.1:{port}"
-        config = service.WorkerConfig(dispatcher_address=near, worker_address=f"{self._host}:%port%", port=0)
-        with _no_proxy_to("127.0.0.1"):
-            return f"grpc://{self._host}:{port}", [dispatcher, service.WorkerServer(config)]
-
-
-@contextlib.contextmanager
-def _no_proxy_to(host: str) -> Iterator[None]:
-    """Exempts a host from `http_proxy` within this block, so that gRPC connects to it directly."""
-    before = os.environ.get(_NO_PROXY)
-    os.environ[_NO_PROXY] = ",".join(filter(None, [before or os.environ.get("no_proxy"), host]))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_PROXY]
-        else:
-            os.environ[_NO_PROXY] = before
-
-
-__all__ = ["Attachment", "DataService", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
+__all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
 
 # A server process starts within a few seconds.
 _RESTARTS = Restarts(settled_secs=10.0)
@@ -119,14 +38,11 @@ class Attachment:
     Args:
       cluster: all tasks. Without a task `chief`, TensorFlow chooses the chief's address.
       embedded: the embedded cluster, if its processes were started here; else None.
-      data_service: "host:port" at which the workers expect the dispatcher of a tf.data service, or None.
     """
 
-    def __init__(self, cluster: Cluster, embedded: EmbeddedCluster | None, data_service: str | None):
+    def __init__(self, cluster: Cluster, embedded: EmbeddedCluster | None):
         self.cluster = cluster
         self.embedded = embedded
-        chief = cluster.jobs.get("chief", {}).get(0, "127.0.0.1:0")
-        self._data_service = DataService(chief.rpartition(":")[0], data_service)
         # Computed now, because the program may remove the job's secret from its environment. Only tasks of a listed
         # chief look for the mark; servers that the program has started itself don't.
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
@@ -152,14 +68,6 @@ class Attachment:
             jobs[coordinator_name] = jobs.pop("chief")
         return _resolver(jobs, None)
 
-    def prepare_data_service(self) -> None:
-        """Starts the dispatcher that the workers expect. See `DataService.prepare`."""
-        self._data_service.prepare()
-
-    def data_service_address(self, endless: bool) -> str:
-        """See `DataService.address`."""
-        return self._data_service.address(endless)
-
     def watch(self) -> None:
         """Restarts the workers of an embedded cluster that end; probes the connections to the tasks of another."""
         if self.embedded is not None:
@@ -169,7 +77,7 @@ class Attachment:
             self._watched = watched, _watch_notices(watched)
 
     def close(self) -> None:
-        """Ends an embedded cluster, the threads of `watch`, and the tf.data service. May be called again."""
+        """Ends an embedded cluster, and the threads of `watch`. May be called again."""
         _forks.not_at_exit(self.finish)
         if self._watched is not None:
             watched, ended = self._watched
@@ -177,7 +85,6 @@ class Attachment:
             ended.set()
         if self.embedded is not None:
             self.embedded.close()
-        self._data_service.close()
 
     def finish(self) -> None:
         """Notifies every server that the chief is done. Called at exit; does nothing if the program failed."""
@@ -195,7 +102,6 @@ def attach(
     num_workers: int,
     num_ps: int,
     start_timeout_secs: float,
-    uses_data_service: bool = False,
     num_cpus: int = 1,
 ) -> Attachment:
     """Waits for the tasks of `cluster`, or starts an embedded cluster of local processes.
@@ -205,7 +111,6 @@ def attach(
       num_workers: number of workers of an embedded cluster.
       num_ps: number of parameter servers of an embedded cluster.
       start_timeout_secs: how long to wait for the tasks.
-      uses_data_service: True to start the dispatcher of a tf.data service before the workers connect to it.
       num_cpus: number of logical CPUs of each worker of an embedded cluster.
 
     Raises:
@@ -213,14 +118,12 @@ def attach(
       RuntimeError: a task of the cluster has ended.
       TimeoutError: a task did not start in time.
     """
-    embedded, data_service = None, data_service_address()
+    embedded = None
     if cluster is None:
-        embedded = EmbeddedCluster(num_workers, num_ps, uses_data_service, num_cpus)
-        cluster, data_service = embedded.cluster, embedded.data_service
-    attachment = Attachment(cluster, embedded, data_service)
+        embedded = EmbeddedCluster(num_workers, num_ps, num_cpus)
+        cluster = embedded.cluster
+    attachment = Attachment(cluster, embedded)
     try:
-        if uses_data_service:
-            attachment.prepare_data_service()
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
         # The chief of an embedded cluster is no task of it, because it has no address.
         check = embedded.check if embedded else check_none_ended(set(map(str, servers)))
@@ -283,23 +186,20 @@ class EmbeddedCluster:
     Args:
       num_workers: number of workers, at least 1.
       num_ps: number of parameter servers, at least 1.
-      uses_data_service: whether the workers connect to the dispatcher of a tf.data service.
       num_cpus: number of logical CPUs of each worker.
 
     Attributes:
       cluster: the processes as tasks, without a chief.
-      data_service: "host:port" at which the workers expect the dispatcher, or None.
     """
 
-    def __init__(self, num_workers: int, num_ps: int, uses_data_service: bool, num_cpus: int = 1):
+    def __init__(self, num_workers: int, num_ps: int, num_cpus: int = 1):
         check_sizes(num_workers, num_ps)
         self._num_cpus = num_cpus
-        self._ports = PortReservation(num_workers + num_ps + 1)
+        self._ports = PortReservation(num_workers + num_ps)
         addresses = [f"127.0.0.1:{port}" for port in self._ports.ports]
-        workers, servers = addresses[:num_workers], addresses[num_workers:-1]
+        workers, servers = addresses[:num_workers], addresses[num_workers:]
         jobs = {"worker": dict(enumerate(workers)), "ps": dict(enumerate(servers))}
         self.cluster = Cluster(jobs, Task("worker", 0))
-        self.data_service = addresses[-1] if uses_data_service else None
         self._supervisor = Supervisor()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -341,9 +241,6 @@ class EmbeddedCluster:
 
     def _start(self, task: Task) -> Process:
         env = dict(os.environ, TF_CONFIG=self.cluster.with_task(task).to_tf_config())
-        env.pop(DATA_SERVICE_VARIABLE, None)
-        if self.data_service is not None:
-            env[DATA_SERVICE_VARIABLE] = self.data_service
         env[VARIABLE] = str(self._num_cpus if task.type == "worker" else 1)
         if task.type == "ps":
             env["CUDA_VISIBLE_DEVICES"] = ""

@@ -30,7 +30,6 @@ from tfdist.compat.tensorflow import servers
 from tfdist.coordination import keepalive, rendezvous
 from tfdist.coordination.usage import USAGE_REQUEST, Sampler
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
-from tfdist.serving import data_worker
 
 # Number of logical CPUs of a worker's server, given to `python -m tfdist.serving.task` by its parent.
 
@@ -166,13 +165,12 @@ def _serve(cluster: Cluster, start_timeout_secs: float, num_cpus: int) -> int:
         server = _start_server(cluster, num_cpus)
         if server is None:
             return 1
-        with data_worker.run_data_worker(cluster):
-            if "chief" not in cluster.jobs:
-                # In an embedded cluster the process ends with its parent.
-                threading.Event().wait()
-            keepalive.watch(cluster)
-            with _ending_with_chief() as is_asked_to_end:
-                return _await_chief(cluster, mark, start_timeout_secs, is_asked_to_end)
+        if "chief" not in cluster.jobs:
+            # In an embedded cluster the process ends with its parent.
+            threading.Event().wait()
+        keepalive.watch(cluster)
+        with _ending_with_chief() as is_asked_to_end:
+            return _await_chief(cluster, mark, start_timeout_secs, is_asked_to_end)
     finally:
         if is_ours(mark.parent):
             shutil.rmtree(mark.parent, ignore_errors=True)

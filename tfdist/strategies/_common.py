@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import collections
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -42,6 +43,39 @@ from tfdist.step.replicas import (
 from tfdist.step.step import Step
 from tfdist.step.step_times import StepClock
 from tfdist.strategies.distribution import Closing
+
+
+def is_handed_out(dataset: tf.data.Dataset) -> bool:
+    """Returns True if a job of the tf.data service gives each batch of a data set to one of several workers.
+
+    Raises:
+      ValueError: it is no job that all workers share, so it can't be known which worker has which batches.
+    """
+    jobs = inputs.service_jobs(dataset)
+    if "" in jobs:
+        raise ValueError(
+            "dataset: without a job_name the tf.data service gives each worker all batches, in an order of its own, so "
+            "examples would be left out or used twice; give all workers the same job_name in "
+            "tf.data.experimental.service.distribute. Each batch then goes to one worker, which trains on all of it. "
+            "Received: job_name=None under several workers"
+        )
+    return bool(jobs)
+
+
+def check_files(paths: Mapping[Any, Sequence[str]]) -> None:
+    """Raises ValueError if several tasks write one file of `cache` or `snapshot`.
+
+    Args:
+      paths: by task, the paths that its data set writes.
+    """
+    counts = collections.Counter(path for each in paths.values() for path in {*each})
+    shared = [path for path, count in counts.items() if count > 1]
+    if shared:
+        raise ValueError(
+            "dataset: cache(filename) and snapshot(path) of several workers would write one file at the same time; use "
+            "cache() without a name, or save the elements once with dataset.save(path) and give all workers "
+            f"tf.data.Dataset.load(path). Received: {', '.join(shared)} on {' and '.join(map(str, paths))}"
+        )
 
 
 class KerasSteps(tf.distribute.Strategy, Closing):

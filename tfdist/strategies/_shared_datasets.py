@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +21,7 @@ from tfdist.compat.tensorflow import inputs
 from tfdist.engines.agreement import Agreement
 from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of, rebuild, seeds_of
 from tfdist.passes.handle import DistributedDataset
-from tfdist.strategies import _shared_calls
+from tfdist.strategies import _common, _shared_calls
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 # So many rows of an array tell it from another one's share.
@@ -66,12 +67,59 @@ class Division(enum.Enum):
 
     DEALT: all have the same data set, and each worker takes its part of every batch.
     OWN: each worker has a data set of its own, of which it uses everything.
+    HANDED_OUT: a service gives each batch to one worker, which uses everything that it gets.
     TENSORFLOW: TensorFlow's auto-sharding gives each worker its files, or its shard.
     """
 
     DEALT = enum.auto()
     OWN = enum.auto()
+    HANDED_OUT = enum.auto()
     TENSORFLOW = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """Traits of a worker's data set, which are exchanged as JSON.
+
+    Attributes:
+      kind: its auto-shard policy, or the jobs of the tf.data service that it reads.
+      structure: of its elements, with their dtypes.
+      shapes: of the tensors of an element, with None for one that is not known.
+      lengths: numbers of batches, and of rows of what it reads, by name.
+      checksums: of examples, and of names of files.
+      functions: for each function of `map` and `filter`, whether it filters, and its fingerprint.
+      orders: seeds by which it shuffles, or chooses elements.
+      num_generators: number of Python generators that it reads.
+      files: paths that it writes.
+      fingerprint: see `DatasetGraph.fingerprint`; only with AutoShardPolicy.OFF.
+      unknown: why the fingerprint says nothing of the examples; empty if it does.
+    """
+
+    kind: str
+    structure: str
+    shapes: list[list[int | None] | None]
+    lengths: dict[str, list[int]]
+    checksums: list[str]
+    functions: list[list[Any]]
+    orders: list[str]
+    num_generators: int
+    files: list[str]
+    fingerprint: str = ""
+    unknown: str = ""
+
+    @classmethod
+    def of(cls, dataset: tf.data.Dataset, kind: str, is_off: bool) -> Described:
+        """Returns the traits of a data set; what it does is compared by its fingerprint if AutoShardPolicy is OFF."""
+        return cls(
+            kind,
+            *_spec(dataset.element_spec),
+            *_lengths_and_checksums(dataset),
+            [] if is_off else _functions(dataset),
+            _orders(dataset),
+            len(inputs.generated_of(dataset)),
+            inputs.files_written(dataset),
+            *(_content(dataset) if is_off else ()),
+        )
 
 
 def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predict: bool, is_apart: bool) -> Division:
@@ -81,7 +129,7 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
       dataset: this worker's.
       agreement: with the other workers; None for a worker alone, which reads everything.
       is_for_predict: predictions must be in the order of the input.
-      is_apart: see `_shared_calls.gather`.
+      is_apart: see `_shared_calls.gather_and_compare`.
 
     Raises:
       ValueError: the workers' data sets don't go together, it can't be known which examples each worker has, or
@@ -89,46 +137,50 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
     """
     if agreement is None:
         return Division.DEALT
-    policy = dataset.options().experimental_distribute.auto_shard_policy
+    policy, is_handed_out = dataset.options().experimental_distribute.auto_shard_policy, _common.is_handed_out(dataset)
     if policy == _POLICY.HINT and not DatasetGraph(dataset).has_shard_hints:
         raise ValueError(
             "dataset: with AutoShardPolicy.HINT and without dataset.shard(tf.data.experimental.SHARD_HINT, "
             "tf.data.experimental.SHARD_HINT) all workers would use the same examples; leave the option away"
         )
-    content = _content(dataset) if policy == _POLICY.OFF else _Content()
-    lengths, checksums = _lengths_and_checksums(dataset)
-    traits = [_spec(dataset.element_spec), lengths, checksums]
-    functions = [] if policy == _POLICY.OFF else _functions(dataset)
-    generated = inputs.generated_of(dataset)
-    own = [f"AutoShardPolicy.{policy.name}", traits, functions, [_orders(dataset), len(generated)], *content]
+    kind = f"AutoShardPolicy.{policy.name}"
+    if is_handed_out:
+        kind = f"job_name={', '.join(map(repr, inputs.service_jobs(dataset)))} of the tf.data service"
+    own = dataclasses.asdict(Described.of(dataset, kind, policy == _POLICY.OFF))
     found = _shared_calls.gather_and_compare(agreement, own, "comparing the data sets", is_apart)
-    contents = {task: _Content(*others) for task, (_, _, _, _, *others) in found.items()}
-    _check_same({task: [name] for task, (name, *_) in found.items()})
-    if policy == _POLICY.OFF and _are_own(contents):
-        if is_for_predict:
-            raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.OFF, and data sets that differ")
-        return Division.OWN
-    _check_specs({task: spec for task, (_, (spec, _, _), *_) in found.items()})
-    _check_lengths({task: lengths for task, (_, (_, lengths, _), *_) in found.items()})
-    _check_same({task: checksums for task, (_, (_, _, checksums), *_) in found.items()})
-    if policy == _POLICY.HINT and is_for_predict:
-        raise ValueError(f"predict: {_UNORDERED}. Received: AutoShardPolicy.HINT")
+    described = {task: Described(**traits) for task, traits in found.items()}
+    _check_same({task: [each.kind] for task, each in described.items()})
+    _common.check_files({task: each.files for task, each in described.items()})
+    division = Division.DEALT
+    if is_handed_out:
+        division = Division.HANDED_OUT
+    elif policy == _POLICY.OFF and _are_own(described):
+        division = Division.OWN
+    elif policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict):
+        # Files have no order, so predictions need all of them on each worker.
+        division = Division.TENSORFLOW
+    if is_for_predict and division is not Division.DEALT:
+        raise ValueError(f"predict: {_UNORDERED}. Received: {kind}")
+    if division in (Division.OWN, Division.HANDED_OUT):
+        return division
+    _check_specs(described)
+    _check_lengths({task: each.lengths for task, each in described.items()})
+    _check_same({task: each.checksums for task, each in described.items()})
     if policy != _POLICY.HINT:
-        _check_functions({task: prints for task, (_, _, prints, *_) in found.items()}, is_for_predict)
+        _check_functions({task: each.functions for task, each in described.items()}, is_for_predict)
+        generated = inputs.generated_of(dataset)
         if not is_for_predict:
             _say_generated_differ(generated, agreement)
-        elif any(count for _, _, _, (_, count), *_ in found.values()):
+        elif any(each.num_generators for each in described.values()):
             _compare_generated_after(generated, agreement)
-    # Files have no order, so predictions need all of them on each worker.
-    if policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict):
+    if division is Division.TENSORFLOW:
         if policy == _POLICY.FILE:
-            _check_files(dataset, len(found))
-        return Division.TENSORFLOW
-    orders = {task: orders for task, (_, _, _, (orders, _), *_) in found.items()}
-    if len(set(map(tuple, orders.values()))) > 1:
-        shown = ", ".join(f"{' and '.join(each) or 'no shuffle'} on {task}" for task, each in orders.items())
+            _check_files(dataset, len(described))
+        return division
+    if len({tuple(each.orders) for each in described.values()}) > 1:
+        shown = ", ".join(f"{' and '.join(each.orders) or 'no shuffle'} on {task}" for task, each in described.items())
         raise ValueError(f"dataset: {_OTHER_ORDERS}. Received: global and own seeds {shown}")
-    return Division.DEALT
+    return division
 
 
 @contextlib.contextmanager
@@ -173,36 +225,25 @@ def _check_files(dataset: tf.data.Dataset, num_workers: int) -> None:
         next(iter(tf.data.experimental.from_variant(share, dataset.element_spec)), None)
 
 
-class _Content(NamedTuple):
-    """The content of a data set.
-
-    Attributes:
-      fingerprint: see `DatasetGraph.fingerprint`.
-      unknown: why it says nothing of the examples; empty if it does.
-    """
-
-    fingerprint: str = ""
-    unknown: str = ""
-
-
-def _content(dataset: tf.data.Dataset) -> _Content:
+def _content(dataset: tf.data.Dataset) -> tuple[str, str]:
+    """Returns `Described.fingerprint` and `Described.unknown`."""
     try:
         graph = DatasetGraph(dataset)
-        return _Content(graph.fingerprint(), "a Python generator" if graph.is_generated else "")
+        return graph.fingerprint(), "a Python generator" if graph.is_generated else ""
     except Exception as error:  # of an operation, or of a message of more than 2 GiB
-        return _Content("", f"a data set that can't be compared ({(str(error).splitlines() or [''])[0][:80]})")
+        return "", f"a data set that can't be compared ({(str(error).splitlines() or [''])[0][:80]})"
 
 
-def _are_own(contents: Mapping[Any, _Content]) -> bool:
+def _are_own(described: Mapping[Any, Described]) -> bool:
     """Returns True if each worker has a data set of its own, and False if all have the same one.
 
     Raises:
       ValueError: some workers have the same one and others not, or it can't be known.
     """
-    prints = [content.fingerprint for content in contents.values()]
+    prints = [each.fingerprint for each in described.values()]
     if len(set(prints)) == len(prints):
         return True
-    unknown = next((content.unknown for content in contents.values() if content.unknown), "")
+    unknown = next((each.unknown for each in described.values() if each.unknown), "")
     if not unknown and len(set(prints)) == 1:
         return False
     problem = f"{unknown} may be the same on all or not" if unknown else "some have the same and others not"
@@ -240,19 +281,21 @@ def _length(count: int) -> str:
     return {tf.data.INFINITE_CARDINALITY: "endless", tf.data.UNKNOWN_CARDINALITY: "unknown"}.get(count, str(count))
 
 
-def _check_specs(specs: Mapping[Any, Sequence[Any]]) -> None:
+def _check_specs(described: Mapping[Any, Described]) -> None:
     """Raises ValueError if the workers' elements have different structures, dtypes or shapes.
 
     A function of Python's on one worker alone, such as a map that waits, leaves shapes open.
     """
-    (first, shapes), *_ = specs.values()
+    first, *others = described.values()
     if all(
-        name == first
-        and all(tf.TensorShape(one).is_compatible_with(other) for one, other in zip(shapes, each, strict=True))
-        for name, each in specs.values()
+        each.structure == first.structure
+        and all(
+            tf.TensorShape(one).is_compatible_with(other) for one, other in zip(first.shapes, each.shapes, strict=True)
+        )
+        for each in others
     ):
         return
-    shown = ", ".join(f"{task}: {name} of shapes {each}" for task, (name, each) in specs.items())
+    shown = ", ".join(f"{task}: {each.structure} of shapes {each.shapes}" for task, each in described.items())
     raise ValueError(
         "dataset: every worker must be given the same data set, whose elements have the same structure, dtypes and "
         f"shapes; make it on every worker by the same lines. Received: {shown}"

@@ -73,8 +73,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
       transforms: Functions that change gradients on their way to the update, such as
         `[tfdist.transforms.clip_by_global_norm(1.0)]`.
       data_sharding: Each worker's share of the data that `fit` trains on. `"shard"`: worker i of n takes the batches
-        i, i + n, ...; `"replicate"`: all of it; `"dynamic"`: whichever batch is next when it asks, through tf.data
-        service.
+        i, i + n, ..., and what a lost worker leaves; `"replicate"`: all of it.
       num_workers: Workers to start where there is no cluster; 2 by default.
       num_ps: Parameter servers to start where there is no cluster; 1 by default.
       start_timeout_secs: Longest wait for the start of the other tasks.
@@ -129,8 +128,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         composed = composition.compose(policies, "ParameterServerStrategy", num_workers)
         remember_lines()
         context.join_cluster()
-        is_dynamic = data_sharding == "dynamic"
-        self._serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, is_dynamic, num_cpus)
+        self._serving = embedded.attach(cluster, num_workers, num_ps, start_timeout_secs, num_cpus)
         try:
             if isinstance(variable_partitioner, sharded_tables.ShardedTables):
                 variable_partitioner.begin(num_ps)
@@ -182,7 +180,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         self._engine = AsynchronousEngine(
             self,
             self._num_workers,
-            self._serving.data_service_address,
             stall_timeout_secs=stall_timeout_secs,
             on_update=self.distribution.recorder.record,
             transfer=self._transfer,
@@ -348,6 +345,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         caller, call = calls.epochs_being_made(), calls.current()
         trains = call is not None and call.trains
         replicas.check_fixed_sizes(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
+        if trains and self._num_workers > 1:
+            _common.is_handed_out(dataset)
+            _common.check_files(dict.fromkeys(self.distribution.recorder.names, inputs.files_written(dataset)))
         own = inputs.untuned(inputs.sized(dataset, caller), caller)
         # Keras makes another data set of arrays for each call: kept with it, they would wait for the garbage collector.
         is_given = own is dataset
@@ -473,7 +473,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         return value_fn(tf.distribute.experimental.ValueContext(0, 1))
 
 
-_SHARDINGS = ("shard", "replicate", "dynamic")
+_SHARDINGS = ("shard", "replicate")
 
 
 def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
@@ -508,8 +508,9 @@ def _checked_policies(
             f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. "
             f"Received: data_sharding={data_sharding!r}"
         )
-    arguments = {"devices_per_replica": devices_per_replica, "data_sharding": data_sharding}
-    checked = composition.check_policies(policies, "ParameterServerStrategy", transforms, **arguments)
+    checked = composition.check_policies(
+        policies, "ParameterServerStrategy", transforms, devices_per_replica=devices_per_replica
+    )
     for policy in checked:
         if isinstance(policy, Compression):
             on_servers.check_codec(policy.codec, f"Received: policies={list(checked)!r}")

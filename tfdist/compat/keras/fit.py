@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import pathlib
@@ -38,6 +39,23 @@ _INTERRUPTED = (
     "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at least "
     "`steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your dataset."
 )
+
+
+def show_missing(call: calls.Call | None, missing: int) -> None:
+    """Makes the progress bar end this epoch of a call that many batches before its target; Keras shows all as done."""
+    for logger in () if call is None else call.each_callback:
+        if isinstance(logger, keras.callbacks.ProgbarLogger) and logger.target:
+            patching.put(logger, "on_epoch_end", functools.partial(_ending_short, weakref.ref(logger), missing))
+
+
+def _ending_short(logger: Callable[[], Any], missing: int, epoch: int, logs: Any = None) -> None:
+    self = logger()
+    patching.remove(self, "on_epoch_end")
+    target, self.target = self.target, max(0, self.target - missing)
+    try:
+        self.on_epoch_end(epoch, logs)
+    finally:
+        self.target = target
 
 
 def data_of(iterator: Any) -> Any:

@@ -40,11 +40,14 @@ NEEDS = (
     "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction._options",
     "tensorflow.python.data.ops.dataset_ops:DatasetV2._functions",
     "tensorflow.python.data.ops.dataset_ops:DatasetV2._inputs",
+    "tensorflow.python.data.experimental.ops.data_service_ops:_DataServiceDatasetV2._job_name",
+    "tensorflow.python.data.ops.cache_op:CacheDataset._filename",
     "tensorflow.python.data.ops.from_tensor_slices_op:_TensorSliceDataset._tensors",
     "tensorflow.python.data.ops.from_tensors_op:_TensorDataset._tensors",
     "tensorflow.python.data.ops.readers:TextLineDatasetV2._filenames",
     "tensorflow.python.data.ops.shard_op:_ShardDataset._index",
     "tensorflow.python.data.ops.skip_op:_SkipDataset._count",
+    "tensorflow.python.data.ops.snapshot_op:_SnapshotDataset._path",
     "tensorflow.python.data.ops.structured_function:StructuredFunctionWrapper.function",
     "tensorflow.python.data.ops.take_op:_TakeDataset._count",
     "tensorflow.python.distribute.input_lib:DistributedIterator._iterators",
@@ -317,6 +320,22 @@ def nearest_shuffle(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
 def functions_of_dataset(dataset: tf.data.Dataset) -> list[Any]:
     """Returns the concrete functions that a data set itself was made with, as by `map` and `filter`."""
     return [wrapper.function for wrapper in dataset._functions()]
+
+
+def service_jobs(dataset: tf.data.Dataset) -> list[str]:
+    """Returns the job name, "" for none, of each tf.data service that a data set reads from."""
+    return [_text(each._job_name) for each in with_sources(dataset) if "DataService" in type(each).__name__]
+
+
+def files_written(dataset: tf.data.Dataset) -> list[str]:
+    """Returns the paths to which `cache` and `snapshot` write a data set and its sources while they are read."""
+    found = {"CacheDataset": "_filename", "_SnapshotDataset": "_path"}
+    sources = [(each, found.get(type(each).__name__)) for each in with_sources(dataset)]
+    return [path for each, name in sources if name and (path := _text(getattr(each, name)))]
+
+
+def _text(value: Any) -> str:
+    return value.numpy().decode() if hasattr(value, "numpy") else str(value)
 
 
 def is_filter(dataset: tf.data.Dataset) -> bool:

@@ -30,8 +30,6 @@ NEEDS = (
     "tensorflow.python.ops.script_ops:FuncRegistry._funcs",
     "tensorflow.python.ops.script_ops:_py_funcs",
     "tensorflow.core.protobuf.config_pb2:ConfigProto",
-    "tensorflow.python.data.experimental.service.server_lib:WorkerConfig",
-    "tensorflow.python.data.experimental.service.server_lib:WorkerServer",
     "tensorflow.python.tf2:enable",
     "tensorflow.python.training.server_lib:ClusterSpec",
     "tensorflow.python.training.server_lib:Server",
@@ -167,18 +165,3 @@ def start_server(
             intra_op_parallelism_threads=threads_per_operation, device_count={"CPU": num_cpus}
         ),
     )
-
-
-def run_data_worker(dispatcher: str, host: str) -> None:
-    """Runs a tf.data service worker in this process, without end; Python is blocked until it is registered.
-
-    Args:
-      dispatcher: "host:port" of the dispatcher.
-      host: name of this machine, under which the others fetch batches.
-    """
-    from tensorflow.python.data.experimental.service import server_lib
-
-    config = server_lib.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{host}:%port%", port=0)
-    server = server_lib.WorkerServer(config, start=False)
-    server.start()
-    server.join()

@@ -149,7 +149,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "memory": ("", "memory for each pod, such as 16Gi"),
         "gpus_per_worker": (0, "GPUs for each worker"),
         "gpu_resource": ("nvidia.com/gpu", "the cluster's name for a GPU"),
-        "port": (2222, "port of every task; the chief's tf.data service has the next"),
+        "port": (2222, "port of every task"),
         "max_restarts": (3, "failures that each task may have; preemptions don't count"),
         "max_preemptions": (100, "preemptions that the job may have"),
         "grace_period_secs": (120, "seconds that a pod has to save its work after SIGTERM"),

@@ -101,7 +101,7 @@ def secret(pods: Pods, value: str) -> dict[str, Any]:
 
 def service(pods: Pods) -> dict[str, Any]:
     """Returns the headless Service that names the pods, also before they are ready: they wait for each other."""
-    ports = [{"name": "tasks", "port": pods.port}, {"name": "data", "port": pods.port + 1}]
+    ports = [{"name": "tasks", "port": pods.port}]
     return {
         "apiVersion": "v1",
         "kind": "Service",

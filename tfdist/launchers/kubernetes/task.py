@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from absl import flags
 
 from tfdist import _log
-from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
+from tfdist.cluster import ClusterError, Task
 from tfdist.launchers import command_line, shape
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
@@ -43,7 +43,7 @@ def task_environment(
       job: the tasks of the job.
       role: the job name of this pod's tasks, such as "worker".
       host_format: the name of a task's host, with {type} and {index}.
-      port: port at which each task listens. A tf.data service has the next one.
+      port: port at which each task listens.
       env: the container's environment.
 
     Raises:
@@ -62,8 +62,6 @@ def task_environment(
     }
     cluster = job.cluster([f"{hosts[member]}:{port}" for member in job.members], task)
     found = {"TF_CONFIG": cluster.to_tf_config(), "TFDIST_LAUNCHER": "kubernetes", "PYTHONUNBUFFERED": "1"}
-    if job.num_ps:
-        found[DATA_SERVICE_VARIABLE] = f"{hosts[Task('chief', 0)]}:{port + 1}"
     return task, found
 
 

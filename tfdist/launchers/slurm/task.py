@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from tfdist import _log
-from tfdist.cluster import DATA_SERVICE_VARIABLE, ClusterError, Task
+from tfdist.cluster import ClusterError, Task
 from tfdist.launchers import command_line, environment, shape
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
@@ -136,8 +136,8 @@ def _wrong(text: str, problem: str) -> HostlistError:
 
 # Below the ephemeral ports of all common systems. Jobs that share a host have ids close to each other.
 _FIRST_PORT, _PORTS_PER_JOB, _JOBS = 12000, 16, 1000
-# Most tasks of a job on one host without --port; one port is for the tf.data service.
-MOST_WITHOUT_PORT = _PORTS_PER_JOB - 1
+# Most tasks of a job on one host without --port.
+MOST_WITHOUT_PORT = _PORTS_PER_JOB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,10 +209,6 @@ def task_environment(step: SlurmProcess, job: Shape, port: int, env: Mapping[str
     task = tasks[step.number]
     cluster = job.cluster([addresses[member] for member in job.members], task)
     found = {"TF_CONFIG": cluster.to_tf_config(), "TFDIST_LAUNCHER": "slurm", "PYTHONUNBUFFERED": "1"}
-    if job.num_ps:
-        host = addresses[Task("chief", 0)].rpartition(":")[0]
-        last = max(ports[i] for i, other in enumerate(step.hosts) if other == host)
-        found[DATA_SERVICE_VARIABLE] = f"{host}:{last + 1}"
     return task, found | _gpus(step, tasks, job, env)
 
 

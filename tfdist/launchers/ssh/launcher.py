@@ -25,7 +25,7 @@ from absl import flags
 
 import tfdist
 from tfdist import _log, _sockets
-from tfdist.cluster import DATA_SERVICE_VARIABLE, Task
+from tfdist.cluster import Task
 from tfdist.launchers import command_line, environment, local, shape, tools
 from tfdist.launchers.environment import VISIBLE
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
@@ -114,12 +114,6 @@ class SshJob:
         left = {host.login: host.slots - used.count(host) for host in self.hosts}
         return {login: slots for login, slots in left.items() if slots}
 
-    @property
-    def data_service_port(self) -> int:
-        """Port of the tf.data service: on the chief's host, after the ports of its tasks."""
-        host, _ = self.places[Task("chief", 0)]
-        return self.port + sum(other == host for other, _ in self.places.values())
-
 
 def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
     """Returns the local process of each task that `run_tasks` would start.
@@ -134,8 +128,6 @@ def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
     places = job.places
     addresses = {task: f"{host.address}:{job.port + slot}" for task, (host, slot) in places.items()}
     common = {"TFDIST_LAUNCHER": "ssh", "PYTHONUNBUFFERED": "1", **job.env}
-    if job.shape.num_ps:
-        common[DATA_SERVICE_VARIABLE] = f"{places[Task('chief', 0)][0].address}:{job.data_service_port}"
     visible = _visible_devices(job)
     left, whole = job.shape.without(dropped)
     left_addresses = [addresses[whole[member]] for member in left.members]
@@ -180,7 +172,6 @@ def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
         ports, gpus = entry["ports"], entry["gpus"]
         if isinstance(ports, list) and isinstance(gpus, int):
             ports.extend([job.port + slot] if task in job.shape.members else [])
-            ports.extend([job.data_service_port] if job.shape.num_ps and task.type == "chief" else [])
             entry["gpus"] = gpus + (job.gpus_per_worker or 0) * (task in job.shape.computing)
     here = {"Python": ".".join(map(str, sys.version_info[:2])), "tfdist": tfdist.__version__}
     for name in ("tensorflow", "keras"):
