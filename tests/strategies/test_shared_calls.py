@@ -133,11 +133,13 @@ class Worker:
         return self._store.get(key)
 
 
-def compare_data(*datasets: tf.data.Dataset, is_for_predict: bool = False) -> None:
+def compare_data(*datasets: tf.data.Dataset, is_for_predict: bool = False) -> set[_shared_datasets.Division]:
     store: dict[str, Any] = {}
+    found = set()
     for index, dataset in enumerate(datasets):
         agreement: Any = Worker(index, store)
-        _shared_datasets.compare(dataset, agreement, is_for_predict, is_apart=False)
+        found.add(_shared_datasets.compare(dataset, agreement, is_for_predict, is_apart=False))
+    return found
 
 
 def test_map_on_one_worker_alone_is_a_warning():
@@ -179,3 +181,31 @@ def test_generators_that_differ_between_workers_are_said(capfd: pytest.CaptureFi
             assert len(list(dataset)) == 5
         text = capfd.readouterr().err
         assert ("generators, or PyDatasets, of worker:1 and worker:0 return different examples" in text) is is_said
+
+
+def test_job_of_the_data_service_hands_out_whole_batches():
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+
+    def prepared(job_name: str | None) -> tf.data.Dataset:
+        distribute = service.distribute(service.ShardingPolicy.OFF, dispatcher.target, job_name=job_name)
+        return tf.data.Dataset.range(8).batch(4).apply(distribute).map(lambda batch: batch + 1)
+
+    assert compare_data(prepared("train"), prepared("train")) == {_shared_datasets.Division.HANDED_OUT}
+    with pytest.raises(ValueError, match=r"^dataset: without a job_name .* give all workers the same job_name"):
+        compare_data(prepared(None), prepared(None))
+    with pytest.raises(ValueError, match=r"job_name='other' of the tf\.data service"):
+        compare_data(prepared("train"), prepared("other"))
+    with pytest.raises(ValueError, match=r"^predict: .* Received: job_name='train'"):
+        compare_data(prepared("train"), prepared("train"), is_for_predict=True)
+
+
+@pytest.mark.parametrize("method", ["cache", "snapshot"])
+def test_one_file_of_all_workers_is_refused(method: str):
+    def writing(path: str) -> tf.data.Dataset:
+        return getattr(tf.data.Dataset.range(8), method)(path).batch(4)
+
+    with pytest.raises(ValueError, match=r"dataset.save\(path\) .* Received: both on worker:0 and worker:1"):
+        compare_data(writing("both"), writing("both"))
+    in_memory = tf.data.Dataset.range(8).cache().batch(4)
+    assert compare_data(in_memory, in_memory) == {_shared_datasets.Division.DEALT}
