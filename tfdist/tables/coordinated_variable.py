@@ -3,9 +3,9 @@
 
 The stock variable has two defects under asynchronous workers:
 
-* The chief does not know that steps it scheduled are still running. A metric that is read, or reset, in between
-counts a part of
-  them. Here, reading or writing a variable on the chief first waits for every step scheduled before (`barrier`).
+* The chief does not know that steps it scheduled are still running. A metric that is read, or reset, in between counts
+  a part of them. Here, reading or writing a variable on the chief first waits for every step scheduled before
+  (`barrier`).
 * Keras' `Variable.assign_add(x)` is `assign(self + x)`: read, add, write. If two workers do so at once, one addition is
   lost. Here an assignment becomes one atomic addition if its value adds to (or subtracts from) a read of the same
   variable, with no write between. With a single worker the result is the same.

@@ -229,7 +229,7 @@ class _Whole:
             return part.read(self.variables[part.index])
         if tf.executing_eagerly():
             self._watch_eagerly()
-            return linked(self.eager_anchor, self._concatenated())
+            return linked(self._concatenated(), self.eager_anchor)
         value = _of_this_graph(self._read)
         if value is None:
             value = self._concatenated()
@@ -241,10 +241,10 @@ class _Whole:
         if value.graph is not first.graph:
             # The gradient of a loop can't add up for the anchor, which has no shape: both handles follow outside of it.
             with first.graph.as_default(), tf.control_dependencies(None):
-                both = linked_twice(first, step.anchor, first)
-            return linked(both, value)
+                both = linked(first, first, step.anchor)
+            return linked(value, both)
         # A read after a write is another tensor, but the same variable for a tape.
-        return linked_twice(first, step.anchor, value)
+        return linked(value, first, step.anchor)
 
     @functools.cached_property
     def eager_anchor(self) -> tf.Tensor:
@@ -410,17 +410,9 @@ def partition(variable: Any, barrier: Callable[..., None], path: str = "") -> An
 
 
 @tf.custom_gradient
-def linked(handle: tf.Tensor, value: tf.Tensor) -> Any:
-    """Returns `value`, with its gradient that of `handle`."""
-    del handle
-    return tf.identity(value), lambda gradient: (gradient, None)
-
-
-@tf.custom_gradient
-def linked_twice(first: tf.Tensor, anchor: tf.Tensor, value: tf.Tensor) -> Any:
-    """Returns `value`, with its gradient that of both handles, of which a step takes one."""
-    del first, anchor
-    return tf.identity(value), lambda gradient: (gradient, gradient, None)
+def linked(value: tf.Tensor, *handles: tf.Tensor) -> Any:
+    """Returns `value`, with its gradient that of each of the handles, of which a step takes one."""
+    return tf.identity(value), lambda gradient: (None, *[gradient] * len(handles))
 
 
 # Reads and writes blocks of rows of a shard on its server, so that no process ever holds a second copy of the shard.
