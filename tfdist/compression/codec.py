@@ -14,7 +14,7 @@ from tfdist import _checks
 
 # State of a codec by name, such as "residual/0" of the first tensor.
 State = dict[str, "tf.Tensor"]
-# Names, because server processes import this module without most of TensorFlow (`compat.bare_servers`).
+# Names, because server processes import this module without most of TensorFlow (`compat.tensorflow.servers`).
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 

@@ -73,7 +73,8 @@ class PowerSGD(codec.Codec):
         chosen = [index for index, spec in enumerate(specs) if self._is_compressed(spec)]
         plain = [index for index in range(len(specs)) if index not in chosen]
         gradients = [tf.cast(tensor, tf.float32) for tensor in tensors]
-        matrices = [_matrix(gradients[index] + state[f"residual/{index}"]) for index in chosen]
+        corrected = [gradients[index] + state[f"residual/{index}"] for index in chosen]
+        matrices = [tf.reshape(each, _matrix_shape(each.shape)) for each in corrected]
         products = [tf.matmul(m, state[f"query/{index}"]) for m, index in zip(matrices, chosen, strict=True)]
         first = _sum_together([*products, *(gradients[index] for index in plain)], transport)
         bases = [tf.linalg.qr(product).q for product in first[: len(chosen)]]
@@ -114,10 +115,6 @@ class PowerSGD(codec.Codec):
 
 def _matrix_shape(shape: tf.TensorShape) -> tuple[int, int]:
     return shape.num_elements() // shape[-1], shape[-1]
-
-
-def _matrix(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(tensor, _matrix_shape(tensor.shape))
 
 
 def _sum_together(tensors: Sequence[tf.Tensor], transport: codec.Transport) -> list[tf.Tensor]:

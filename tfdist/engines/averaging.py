@@ -31,7 +31,7 @@ import tensorflow as tf
 from tfdist.compat import patching
 from tfdist.compat.keras import optimizers
 from tfdist.compat.keras.calls import Call
-from tfdist.engines import averaging_step as averaging_step
+from tfdist.engines import averaging_step
 from tfdist.engines.averaging_step import Average, Count
 from tfdist.engines.base import Engine
 from tfdist.passes import handle as handles

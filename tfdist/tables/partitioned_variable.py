@@ -490,7 +490,8 @@ def look_up_rows(handles: Sequence[tf.Tensor], shards: Sequence[Any], ids: Any, 
             whole = tf.constant([sum(_rows_of_shards(shards)), *rows.shape[1:]], unique.dtype)
             return [tf.IndexedSlices(added, unique, whole)] * len(handles)
 
-        return _repeated(rows, positions, ids), gradient
+        of_each_id = tf.gather(rows, positions)
+        return tf.reshape(of_each_id, tf.concat([tf.shape(ids), rows.shape[1:]], 0)), gradient
 
     found = gather(*handles)
     found.set_shape(ids.shape.concatenate(shards[0].shape[1:]))
@@ -552,11 +553,6 @@ def _gather(shards: Sequence[Any], ids: tf.Tensor) -> tf.Tensor:
     found = tf.dynamic_stitch(places, rows)
     found.set_shape([None, *shards[0].shape[1:]])
     return found
-
-
-def _repeated(rows: tf.Tensor, positions: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-    """Returns a row for each of the ids, in their shape, from the rows of the different ids."""
-    return tf.reshape(tf.gather(rows, positions), tf.concat([tf.shape(ids), rows.shape[1:]], 0))
 
 
 def _in_range(ids: tf.Tensor, count: int, name: str) -> Any:

@@ -48,11 +48,6 @@ MOST_ROWS = 64
 _USUAL_ROWS = 32
 
 
-def _most_rows(inputs: int, outputs: int) -> int:
-    """Returns the most rows of factors that are sent in place of a gradient of shape (inputs, outputs)."""
-    return min(MOST_ROWS, inputs * outputs // (_LEAST_SAVING * (inputs + outputs)))
-
-
 class Factors(NamedTuple):
     """A gradient of shape (i, o) as the product left^T right.
 
@@ -114,7 +109,8 @@ def factors_of(gradient: tf.Tensor) -> Factors | None:
     if is_small(gradient) or any(each.shape.rank != 2 or each.shape[1] is None for each in product.inputs):
         return None
     left, right = product.inputs
-    factors = Factors(left, right, _most_rows(left.shape[1], right.shape[1]))
+    inputs, outputs = left.shape[1], right.shape[1]
+    factors = Factors(left, right, min(MOST_ROWS, inputs * outputs // (_LEAST_SAVING * (inputs + outputs))))
     rows = _USUAL_ROWS if factors.rows is None else factors.rows
     return factors if rows <= factors.most_rows else None
 
