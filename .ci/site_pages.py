@@ -162,7 +162,6 @@ _PAGE_OF = {
     "advise": ("Should I distribute?", "scaling.md#tfdist-advise"),
     "simulate": ("Should I distribute?", "scaling.md#tfdist-simulate"),
     "watch": ("Watching a run", "watching.md#in-a-terminal"),
-    "trace": ("Watching a run", "watching.md#as-a-timeline"),
 }
 
 

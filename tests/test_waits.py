@@ -76,7 +76,7 @@ ENDED_BY = {
     "transport/mpi.py:_ending_if_alone.watch": "timeout_secs",
     "transport/mpi.py:_leave": "limit",
     "telemetry/update_log/writer.py:LogWriter._run": "self._closed",
-    "watching/watch.py:_follow": "left",
+    "watching/watch.py:_follow": "refresh_secs",
 }
 # Reasons why a call without a timeout ends.
 _SELECTED = "select has found it readable"

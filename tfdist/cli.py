@@ -22,7 +22,6 @@ usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
        tfdist advise [FLAGS] PROFILE
        tfdist simulate [FLAGS]
        tfdist watch LOGDIR [FLAGS]
-       tfdist trace LOGDIR -o FILE [FLAGS]
        tfdist --help | --version
 
 The distribution toolkit for TensorFlow and Keras 3.
@@ -33,7 +32,6 @@ The distribution toolkit for TensorFlow and Keras 3.
   advise    say whether more machines would help, how many, and with which strategy
   simulate  simulate training on a cluster of any size
   watch     show a run in the terminal, live: updates, and which worker costs most
-  trace     write the timeline of a run for Perfetto or chrome://tracing
 """
 _LAUNCH_USAGE = """\
 usage: tfdist launch PLATFORM [FLAGS] SCRIPT [ARGUMENTS]
@@ -49,7 +47,6 @@ COMMANDS = {
     "advise": "tfdist.planning.advise",
     "simulate": "tfdist.planning.simulate",
     "watch": "tfdist.watching.watch",
-    "trace": "tfdist.watching.trace",
 }
 PLATFORMS = {
     "local": "processes on this machine",

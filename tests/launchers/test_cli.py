@@ -51,7 +51,7 @@ def test_nothing_to_do_is_an_error_that_shows_the_usage(arguments, capsys):
         (
             ["lunch"],
             (
-                "tfdist: unknown command; use launch, doctor, profile, advise, simulate, watch or trace "
+                "tfdist: unknown command; use launch, doctor, profile, advise, simulate or watch "
                 "(see tfdist --help). Received: 'lunch'\n"
             ),
         ),

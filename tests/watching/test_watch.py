@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import pty
@@ -14,9 +15,13 @@ import termios
 import time
 
 import logs
+import numpy as np
 import pytest
+from rich.console import Console
 
 from tfdist import cli
+from tfdist.telemetry.update_log import Contributions, EventKind, Events, Groups, Header, Timeline, Updates, read_logs
+from tfdist.watching.watch import Watched
 
 ENTERS, LEAVES, SHOWS_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
@@ -32,7 +37,7 @@ def test_without_a_terminal_the_state_is_printed_once(tmp_path: pathlib.Path, ca
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert out.startswith("new  MultiWorkerMirroredStrategy  (+1 other run: --run)\n")
-    assert "step 30  updates 30" in out
+    assert "step 30, " in out
     assert sum(line.startswith("worker:") for line in out.splitlines()) == 3
     assert watch("--run=old", "--once", str(tmp_path)) == 0
     assert capsys.readouterr().out.startswith("old  ")
@@ -68,6 +73,124 @@ def test_without_rich_one_line_says_how_to_install_it(tmp_path, monkeypatch, cap
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert watch(str(tmp_path)) == 1
     assert "the library rich, which is missing; pip install rich" in capsys.readouterr().err
+
+
+# The screen.
+
+
+def drawn(job: Timeline | str | pathlib.Path, height: int | None = None, width: int = 80) -> list[str]:
+    if isinstance(job, Timeline):
+        watched = Watched("logs", None, 60.0)
+        watched.job = job
+    else:
+        watched = Watched(str(job), None, 60.0)
+        watched.read()
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, color_system=None)
+    console.print(watched.draw(height))
+    return console.file.getvalue().splitlines()
+
+
+def rows(lines: list[str]) -> dict[str, list[str]]:
+    heading = next(index for index, line in enumerate(lines) if line.startswith("worker "))
+    cells = [line.split() for line in lines[heading:] if line.startswith("worker:")]
+    return {first: rest for first, *rest in cells}
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (80, 12), (200, 100)])
+def test_the_screen_fits_and_counts_hidden_workers(tmp_path: pathlib.Path, width: int, height: int):
+    logs.write_synchronous(tmp_path, num_workers=64, num_updates=200, spares=4, slow={7: 3.0, 20: 1.6})
+    lines = drawn(tmp_path, height, width)
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    shown = list(rows(lines))
+    # The lost worker, then the slow ones: most of their gradients are dropped.
+    assert shown[: min(3, len(shown))] == ["worker:63", "worker:7", "worker:20"][: len(shown)]
+    assert rows(lines)["worker:63"][0] == "lost"
+    assert len(shown) == 64 or any(line.startswith(f"{64 - len(shown)} more workers") for line in lines)
+    assert len(rows(drawn(tmp_path, None, width))) == 64
+
+
+def test_rates_and_counts_are_those_of_the_log(tmp_path: pathlib.Path):
+    logs.write_synchronous(tmp_path, num_workers=3, num_updates=100, spares=1, slow={2: 4.0})
+    timeline = read_logs(tmp_path)
+    begin, end = timeline.span
+    lines = drawn(tmp_path)
+    assert f"step 100, {100 / (end - begin):.3g} updates/s" in " ".join(lines)
+    for worker, name in enumerate(timeline.workers):
+        mine = timeline.contributions[timeline.contributions.worker == worker]
+        accepted, dropped = (int((mine.outcome == each).sum()) for each in (0, 1))
+        rate = f"{(accepted + dropped) / (end - begin):.3g}"
+        state = ["lost"] if worker == 2 else []
+        assert rows(lines)[name][: len(state) + 3] == [*state, rate, str(accepted), str(dropped)]
+
+
+def timeline(events: list[tuple] = (), silent: float = 0.0) -> Timeline:
+    """Two workers that make an update each second, of which the second one is silent for some seconds at the end."""
+    names = ("worker:0", "worker:1", "worker:2")
+    count = 20
+    there = [[0, 1] if step < count - silent else [0] for step in range(count)]
+    workers = [worker for step in there for worker in step]
+    updates = Updates.of(
+        step=np.arange(1, count + 1),
+        time=np.arange(1.0, count + 1),
+        **{name: np.full(count, value) for name, value in (("opened", 1.0), ("wait", 0.5), ("examples", 8))},
+        phase=np.zeros(count),
+        count=[len(step) for step in there],
+    )
+    gradients = Contributions.of(
+        worker=workers,
+        **{
+            name: np.full(len(workers), value)
+            for name, value in (
+                ("start", -0.5),
+                ("arrival", 0.0),
+                ("outcome", 0),
+                ("staleness", 0),
+                ("weight", 1),
+                ("held", 0),
+            )
+        },
+    )
+    columns = zip(*events, strict=True) if events else ([], [], [], [])
+    noted = Events.of(**dict(zip(("event_time", "event_worker", "event_kind", "event_text"), columns, strict=True)))
+    headers = {"run1/policy/updates": Header("job", "chief:0", names, "S", ("P()",), time.time() - count - 5)}
+    return Timeline(
+        job="job",
+        headers=headers,
+        workers=names,
+        origin_secs=headers["run1/policy/updates"].origin_secs,
+        groups=Groups.empty(3),
+        updates=updates,
+        contributions=gradients,
+        events=noted,
+    )
+
+
+def test_states_say_who_is_lost_late_or_absent():
+    assert rows(drawn(timeline()))["worker:2"][0] == "absent"
+    found = rows(drawn(timeline(silent=8)))
+    assert found["worker:1"][:3] == ["late", "8.0", "s"] and found["worker:0"][0] == "1"
+    events = [
+        (15.0, 1, EventKind.LOST, "gone"),
+        (30.0, 0, EventKind.LOST, "gone"),
+        (31.0, 0, EventKind.RETURNED, "back"),
+    ]
+    lines = drawn(timeline(events, silent=8))
+    assert rows(lines)["worker:1"][0] == "lost" and next(iter(rows(lines))) == "worker:1"
+    assert rows(lines)["worker:0"][0] == "1"
+    assert lines[-1].endswith(" worker:0 back")
+
+
+def test_an_ended_training_is_no_stalled_one():
+    assert "last update 5.0 s ago" in " ".join(drawn(timeline(silent=8)))
+    lines = drawn(timeline([(20.0, -1, EventKind.FINISHED, "finished")], silent=8))
+    assert "finished 5.0 s ago" in " ".join(lines)
+    assert rows(lines)["worker:1"][0] != "late"
+
+
+def test_text_of_a_log_can_not_write_escape_sequences():
+    text = "\n".join(drawn(timeline([(1.0, -1, EventKind.POLICY_CHANGED, "a\x1b[2Jb [red]c\n")])))
+    assert "\x1b" not in text
+    assert "a\N{REPLACEMENT CHARACTER}[2Jb [red]c\N{REPLACEMENT CHARACTER}" in text
 
 
 class Terminal:
@@ -119,7 +242,7 @@ def test_a_terminal_waits_follows_new_runs_and_is_restored(tmp_path: pathlib.Pat
         logs.write_synchronous(tmp_path / "logs" / "first", 2, 10, job="a", origin_secs=1e9)
         terminal.read_until("first")
         logs.write_synchronous(tmp_path / "logs" / "second", 2, 12, job="b", origin_secs=2e9)
-        assert ENTERS in terminal.read_until("updates 12")
+        assert ENTERS in terminal.read_until("step 12")
         if ending == "ctrl-c":
             terminal.type(b"\x03")
         else:

@@ -460,7 +460,8 @@ class Report:
         phase = "" if self.phase == "all" else f", phase: {self.phase}"
         return f"{self.updates} updates, waited {self.wait_secs:.2f} s for gradients{each}{examples}{spares}{phase}"
 
-    def _gradient_rows(self) -> list[list[str]]:
+    def worker_rows(self, names: Sequence[str]) -> list[list[str]]:
+        """Returns the table of these workers as text: the header, and a row for each."""
         rows = [["worker", "accepted", "of updates", "dropped", "of its gradients"]]
         kinds = {"step, ms p50/p95": self.step_secs}
         if any(each.count for each in self.input_secs.values()):
@@ -468,15 +469,19 @@ class Report:
         kinds |= {"wait, ms": self.wait, "idle, ms": self.held}
         kinds = {name: found for name, found in kinds.items() if any(each.most for each in found.values())}
         rows[0] += [*kinds, *(["lost"] if any(self.lost.values()) else [])]
-        names = list(self.accepted)
-        # Of many, those that cost most.
-        shown = names if len(names) <= _MOST_ROWS else self.order[: _MOST_ROWS - 1]
-        for name in shown:
+        for name in names:
             accepted, dropped = self.accepted[name], self.dropped.get(name, 0)
             row = [name, f"{accepted}", _share(accepted, self.updates), f"{dropped}"]
             row.append(_share(dropped, accepted + dropped))
             row += [_milliseconds(found.get(name)) for found in kinds.values()]
             rows.append(row + ([f"{self.lost[name]}"] if any(self.lost.values()) else []))
+        return rows
+
+    def _gradient_rows(self) -> list[list[str]]:
+        names = list(self.accepted)
+        # Of many, those that cost most.
+        shown = names if len(names) <= _MOST_ROWS else self.order[: _MOST_ROWS - 1]
+        rows = self.worker_rows(shown)
         if len(names) > len(shown):
             accepted, dropped = sum(self.accepted.values()), sum(self.dropped.values())
             total = [f"all {len(names)}", f"{accepted}", "", f"{dropped}", _share(dropped, accepted + dropped)]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that show update logs: `tfdist watch` in a terminal, `tfdist trace` as a file for Perfetto."""
+"""Views of update logs: `tfdist watch` in a terminal, and the page in TensorBoard."""
