@@ -123,7 +123,16 @@ ARROWS: dict[str, set[str]] = {
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
     "planning.simulation": {"policies"},
     "planning.simulate": {"__init__", "_files", "flags", "launchers", "planning.simulation", "telemetry.update_log"},
-    "planning": {"_files", "doctor.measure", "launchers", "planning.simulation", "policies", "telemetry.update_log"},
+    "planning.replay": {"flags", "planning.simulation", "policies", "telemetry", "telemetry.update_log"},
+    "planning": {
+        "_files",
+        "doctor.measure",
+        "launchers",
+        "planning.replay",
+        "planning.simulation",
+        "policies",
+        "telemetry.update_log",
+    },
     # These train, the rest of `planning` only computes.
     "planning.measuring": {"__init__", "_machine", "compat", "planning", "policies"},
     "planning.profile_command": {
@@ -148,8 +157,8 @@ ARROWS: dict[str, set[str]] = {
         "telemetry",
         "transforms",
     },
-    # Its advice comes from the simulator.
-    "watching.tensorboard": {"planning.simulation", "policies", "telemetry", "telemetry.update_log"},
+    # Its advice is that of `tfdist advise`.
+    "watching.tensorboard": {"planning.replay", "policies", "telemetry", "telemetry.update_log"},
     "watching": {"_files", "_log", "launchers", "policies", "telemetry", "telemetry.update_log"},
     "doctor.measure": {"_files", "_log", "_sockets", "cluster"},
     "doctor": {"__init__", "_log", "_sockets", "cluster", "doctor.measure", "launchers"},
@@ -192,13 +201,14 @@ WITHOUT_TENSORFLOW = (
     "doctor.measure",
     "launchers",
     "planning",
+    "planning.replay",
     "planning.simulate",
     "planning.simulation",
     "policies",
 )
 HEAVY = ("tensorflow", "keras", "numpy")
 # These read and write arrays, but answer at once, too.
-WITH_NUMPY = ("telemetry.update_log", "update_log", "watching")
+WITH_NUMPY = ("planning.replay", "telemetry.update_log", "update_log", "watching")
 
 
 def _part(path: pathlib.Path) -> str:

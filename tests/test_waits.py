@@ -66,7 +66,6 @@ ENDED_BY = {
     "coordination/stalls.py:StallReporter._run": "self._stop",
     "coordination/stream_runner.py:StreamRunner.collect": "self._check_the_silent()",
     "coordination/usage.py:Sampler._run": "self._ended",
-    "planning/measuring.py:_Sampler._run": "self._ended",
     "serving/embedded.py:EmbeddedCluster._watch": "self._is_closing",
     "serving/embedded.py:_follow_notices": "ended.wait",
     "serving/task.py:_await_chief": "LOST_SECS",

@@ -15,10 +15,8 @@ nothing is changed here.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import threading
 
 # Columns of /proc/stat: user, nice, system, irq, softirq, and steal, which is the time of other virtual machines.
 _BUSY = (1, 2, 3, 6, 7, 8)
@@ -50,20 +48,6 @@ def busy_secs() -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return ticks / os.sysconf("SC_CLK_TCK") if len(rows) == len(names) else None
-
-
-def runnable_threads() -> int:
-    """Returns the number of other threads of this process that run or wait for a CPU; 0 where there is no /proc."""
-    own, count = str(threading.get_native_id()), 0
-    try:
-        names = os.listdir("/proc/self/task")  # noqa: PTH208 - the shortest way, many times
-    except OSError:
-        return 0
-    for name in names:
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{name}/stat", "rb") as file:  # noqa: PTH123
-            # The name of a thread is in brackets, and may have spaces and brackets itself.
-            count += name != own and file.read().rpartition(b")")[2].split()[0] == b"R"
-    return count
 
 
 def keep_if_launched(few_arenas: bool) -> None:

@@ -190,7 +190,7 @@ def _predicted(run: Run, name: str, measured: profile.Profile, network: networks
         num_updates=200 * run.workers,
     )
     # Before the steps that are measured, workers have made others, and are no longer in step with each other.
-    _, updates_per_sec = prediction.steady(result, measured.batch_size)
+    _, updates_per_sec = prediction.steady(result)
     return {
         "network": name,
         "run": f"{run.name} {FLAGS.size}".strip(),

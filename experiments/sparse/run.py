@@ -135,7 +135,7 @@ def _predicted(measured: profile.Profile, network: networks.Network, workers: in
         )
 
     found = simulated(_SIMULATED * steps * workers, steps * workers)
-    without_end = prediction.steady(simulated(200 * workers, 0), measured.batch_size)[1]
+    without_end = prediction.steady(simulated(200 * workers, 0))[1]
     used = {name: use.utilisation for name, use in found.links.items()}
     return {"predicted": found.updates_per_sec, "steady": without_end, "limit": found.limit, "predicted_use": used}
 

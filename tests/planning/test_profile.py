@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 
 import profiles
 import pytest
@@ -18,15 +17,11 @@ WHOLE = profiles.make(
     0.1,
     10_000_000,
     tables=(Table("embeddings", 1000, 64, 12.5),),
-    noise_scale=NoiseScale(100.0, 50.0, math.inf, 8),
-    flops_per_example=1e9,
+    noise_scale=NoiseScale(100.0, 50.0, 200.0, 8),
     script="train.py",
     cores=2,
     cpu_secs=0.15,
     other_cores=0.5,
-    runnable=1.5,
-    fastest_secs=(0.1, 0.2),
-    fastest_worker="worker:1",
 )
 
 
@@ -35,34 +30,27 @@ def test_a_profile_is_read_as_it_was_written():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "named"),
     [
-        ("batch_size", 0),
-        ("batch_size", True),
-        ("batch_size", None),
-        ("dense_bytes", -1),
-        ("steps", 3),
-        ("steps", [{"batch_size": 8, "secs": []}]),
-        ("steps", [{"batch_size": 8, "secs": [0.1, math.nan]}]),
-        ("steps", [{"batch_size": 8, "secs": [math.inf]}]),
-        ("fit_secs", ["0.1"]),
-        ("tables", [{"name": "t", "rows": 1, "row_bytes": 0, "rows_per_step": 1}]),
-        ("tables", [{"name": "t", "rows": 1, "row_bytes": 1, "rows_per_step": -1}]),
-        ("noise_scale", 3),
-        ("noise_scale", {"value": -1, "low": 0, "high": 1, "batches": 3}),
-        ("flops_per_example", "many"),
-        ("cores", -1),
-        ("cpu_secs", "0.1"),
-        ("other_cores", -1),
-        ("runnable", "many"),
+        ("batch_size", 0, "no step was measured"),
+        ("batch_size", True, "batch_size is True"),
+        ("dense_bytes", -1, "dense_bytes is -1"),
+        ("steps", 3, ""),
+        ("steps", [{"batch_size": 8, "secs": [0.1, math.nan]}], "secs is "),
+        ("steps", [{"batch_size": 8}], "'secs'"),
+        ("fit_secs", ["0.1"], "fit_secs is "),
+        ("tables", [{"name": "t", "rows": 1, "row_bytes": 1, "rows_per_step": -1}], "rows_per_step is -1"),
+        ("noise_scale", 3, ""),
+        ("noise_scale", {"value": -1, "low": 0, "high": 1, "batches": 3}, "value is -1"),
+        ("cpu_secs", "0.1", "cpu_secs is 0.1"),
+        ("wheels", 4, "wheels"),
     ],
 )
-def test_an_invalid_value_is_one_line_that_names_the_key(key, value):
+def test_an_invalid_value_is_one_line_that_names_it(key, value, named):
     given = {**json.loads(WHOLE.to_json()), key: value}
-    with pytest.raises(profile.ProfileError) as raised:
+    with pytest.raises(profile.ProfileError, match=r"^my.json is no whole profile \(.*\); write one with") as raised:
         profile.from_json(json.dumps(given), "my.json")
-    assert re.match(r"my.json: (secs|value|row_bytes|rows_per_step|" + key + ") must be ", str(raised.value))
-    assert "\n" not in str(raised.value)
+    assert named in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +60,7 @@ def test_an_invalid_value_is_one_line_that_names_the_key(key, value):
         ("[" * 100_000, "is no JSON"),
         ("[]", "is no profile of tfdist"),
         ('{"format": "tfdist network"}', "is no profile of tfdist"),
-        ('{"format": "tfdist profile", "version": 2}', "is a profile of version 2, and this tfdist reads version 1"),
+        ('{"format": "tfdist profile", "version": 1}', "is a profile of version 1, and this tfdist reads 2; write one"),
     ],
 )
 def test_what_is_no_profile_of_this_version_is_one_line(text, reason):
@@ -80,24 +68,9 @@ def test_what_is_no_profile_of_this_version_is_one_line(text, reason):
         profile.from_json(text)
 
 
-def test_a_profile_without_any_step_is_refused():
-    given = {**json.loads(WHOLE.to_json()), "steps": [], "fit_secs": []}
-    with pytest.raises(profile.ProfileError, match="steps must be a list with at least one batch size"):
-        profile.from_json(json.dumps(given))
-
-
-@pytest.mark.parametrize(
-    ("cpu_secs", "others", "runnable", "used", "is_busy"),
-    [
-        (0.15, 0.1, 3.0, 1.5, False),  # alone, whatever its own threads wait for each other
-        (0.03, 1.7, 2.0, 2.0, True),  # two threads that have got a sixth of the cores
-        (0.03, 1.7, 1.0, 1.0, True),  # one thread
-        (0.01, 1.7, 0.1, 0.1, True),  # a step that sleeps
-    ],
-)
-def test_cores_of_a_step_are_those_that_it_would_use_alone(cpu_secs, others, runnable, used, is_busy):
-    measured = profiles.make(0.1, 8, cores=2, cpu_secs=cpu_secs, other_cores=others, runnable=runnable)
+def test_a_profile_of_a_busy_machine_says_so():
+    measured = profiles.make(0.1, 8, cores=2, cpu_secs=0.15, other_cores=1.7)
     measured = dataclasses.replace(measured, fit_secs=(0.1,) * 20)
-    assert measured.used_cores == pytest.approx(used)
-    words = "other programs used 1.7 of 2 cores: the profile is of a busy machine"
-    assert measured.busy_in_words == (words if is_busy else "")
+    assert measured.used_cores == pytest.approx(1.5)
+    assert measured.busy_in_words == "other programs used 1.7 of 2 cores: the profile is of a busy machine"
+    assert dataclasses.replace(measured, other_cores=0.1).busy_in_words == ""

@@ -85,51 +85,20 @@ def test_scripts_are_profiled_or_say_why_not(tmp_path):
     assert {path.name for path in tmp_path.glob("*.json")} == {"plain.py.json", "served.py.json"}
     assert not (tmp_path / "never.keras").exists()
     plain, served = (profile.load(tmp_path / f"{name}.json") for name in ("plain.py", "served.py"))
-    assert (plain.batch_size, plain.variables, plain.strategy) == (32, 3, "")
+    assert (plain.batch_size, plain.strategy) == (32, "")
     assert [each.batch_size for each in plain.steps] == [8, 16, 32, 64, 128]
     assert plain.dense_bytes == 4 * 21 and plain.trainable_bytes == 4 * (21 + 4000)
     assert plain.optimizer_bytes > 2 * plain.trainable_bytes
     (table,) = plain.tables
     assert (table.rows, table.row_bytes) == (1000, 16) and 100 < table.rows_per_step <= 160
-    assert plain.noise_scale is not None and plain.flops_per_example
+    assert plain.noise_scale is not None or plain.noise_reason
     assert plain.cores == _machine.usable_cpus() and 0 < plain.used_cores <= plain.cores
     assert (served.batch_size, served.dense_bytes) == (16, 4 * 10)
     assert served.strategy == "ParameterServerStrategy(policies=[BackupWorkers(spares=1)])"
 
 
-def test_steps_beside_busy_programs_are_left_out():
-    from tfdist.planning import measuring
-
-    quiet = [measuring.Block([0.1] * 5, 0.5, others, 1.0) for others in (0.0, 0.1)]
-    busy = [measuring.Block([0.4] * 5, 0.6, others, 2.0) for others in (1.2, 1.6, 1.4)]
-    found = measuring.quietest([busy[0], quiet[0], *busy[1:], quiet[1]], cores=2)
-    assert found.secs == [0.1] * 10 and found.cpu_secs == pytest.approx(1.0)
-    assert (found.other_cores, found.runnable) == (pytest.approx(0.05), pytest.approx(1.0))
-    found = measuring.quietest(busy, cores=2)
-    assert len(found.secs) == 10 and found.other_cores == pytest.approx(1.3)
-
-
-def test_a_fit_that_raises_leaves_no_thread():
-    import tensorflow as tf
-
-    from tfdist.planning import measuring
-
-    sampling = []
-
-    def fit(callbacks, **_):
-        for batch in range(measuring._WARM_UP):
-            callbacks[0].on_train_batch_end(batch)
-        sampling.extend(each for each in threading.enumerate() if each.name == "tfdist profile")
-        raise ValueError("too large a batch")
-
-    with pytest.raises(ValueError, match="too large"):
-        measuring._steps(fit, [tf.zeros((4, 1))], 4, 1.0)
-    assert sampling
-    waiting.wait_until(lambda: not any(each.is_alive() for each in sampling))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux' own")
-def test_a_process_sees_its_busy_threads_and_cores():
+def test_a_process_sees_its_busy_cores():
     before, ended = _machine.busy_secs(), threading.Event()
 
     def compute() -> None:
@@ -139,7 +108,6 @@ def test_a_process_sees_its_busy_threads_and_cores():
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        waiting.wait_until(lambda: _machine.runnable_threads() >= 1)
         waiting.wait_until(lambda: _machine.busy_secs() > before)
     finally:
         ended.set()

@@ -9,27 +9,11 @@ import pathlib
 import numpy as np
 import pytest
 
+import tfdist
 from tfdist import cli
+from tfdist.planning import simulate as simulate_command
+from tfdist.planning.simulation import ClusterModel, Failure, lognormal, simulate
 from tfdist.telemetry import update_log
-
-_FILE = """
-cluster:
-  workers: 4
-  servers: 2
-  compute: {distribution: lognormal, mean: 0.2, s: 0.5}
-  speeds: {"worker:3": 0.5}
-  delays: {"*": constant(secs=0.01)}
-  failures: [{secs: 1s, worker: 0, back_after_secs: 1s}]
-  network: {bandwidth: 10Gbit, latency_secs: 50us}
-model:
-  dense_bytes: 100MB
-  sparse_tables: [{rows_touched: 100, row_bytes: 256B}]
-  step_secs: {32: 0.1, 64: 0.2}
-  batch_size: 32
-policies: ["BackupWorkers(spares=1)", "Compression('auto')"]
-codec: {ratio: 0.1}
-num_updates: 20
-"""
 
 
 def test_flags_say_all_and_json_has_the_result(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
@@ -51,29 +35,39 @@ def test_flags_say_all_and_json_has_the_result(tmp_path: pathlib.Path, capsys: p
     assert capsys.readouterr().out == shown
 
 
-def test_a_file_says_the_same_and_flags_go_before_it(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
-    file, out = tmp_path / "cluster.yaml", tmp_path / "result.json"
-    file.write_text(_FILE)
-    assert cli.main(["simulate", f"--file={file}", "--workers=6", "--bandwidth=1Gbit", f"--json={out}"]) == 0
+def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "result.json"
+    arguments = ["--workers=6", "--servers=2", "--compute=lognormal(mean=0.2, s=0.5)", "--dense_bytes=100MB"]
+    arguments += ["--bandwidth=1Gbit", "--policies=BackupWorkers(spares=1)", "--policies=Compression('auto')"]
+    assert cli.main(["simulate", *arguments, "--codec={ratio: 0.1}", "--num_updates=20", f"--json={out}"]) == 0
     assert "BackupWorkers(spares=1) + Compression('auto'" in capsys.readouterr().out
     result = json.loads(out.read_text())
-    assert (result["replicas"], result["updates"], sum(result["accepted"]), sum(result["lost"])) == (6, 20, 100, 1)
+    assert (result["replicas"], result["updates"], sum(result["accepted"])) == (6, 20, 100)
+    whole = ["--workers=6", "--servers=2", "--compute=lognormal(mean=0.2, s=0.5)", "--dense_bytes=100MB"]
+    assert cli.main(["simulate", *whole, "--bandwidth=1Gbit", "--num_updates=20", f"--json={out}"]) == 0
+    assert (
+        result["links"]["to the servers"]["bytes_sent"]
+        < json.loads(out.read_text())["links"]["to the servers"]["bytes_sent"]
+    )
 
 
 def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
-    file, out = tmp_path / "cluster.yaml", tmp_path / "result.json"
-    file.write_text(_FILE)
-    assert cli.main(["simulate", f"--file={file}", f"--json={out}", f"--log_dir={tmp_path / 'run'}"]) == 0
-    result = json.loads(out.read_text())
+    cluster = ClusterModel(
+        workers=4,
+        compute=lognormal(mean=0.2, s=0.5),
+        failures=[Failure(secs="1s", worker=0, back_after_secs="1s")],
+    )
+    result = simulate(cluster, policies=[tfdist.BackupWorkers(spares=1)], num_updates=20)
+    simulate_command.write_log(result, str(tmp_path / "run"))
     timeline = update_log.read_logs(str(tmp_path / "run"))
     assert timeline.header.simulated and timeline.header.workers == tuple(f"worker:{n}" for n in range(4))
     assert len(timeline.updates) == 20
-    assert timeline.updates.time[-1] == pytest.approx(result["seconds"])
-    assert timeline.updates.wait.sum() == pytest.approx(result["wait_secs"], rel=1e-5)
+    assert timeline.updates.time[-1] == pytest.approx(result.seconds)
+    assert timeline.updates.wait.sum() == pytest.approx(result.wait_secs, rel=1e-5)
     outcomes = [int(np.sum(timeline.contributions.outcome == code)) for code in (0, 1, 2)]
-    assert outcomes[0] == sum(result["accepted"]) == 60
-    assert outcomes[1] <= sum(result["dropped"])
-    assert outcomes[2] == sum(result["lost"]) == 1
+    assert outcomes[0] == sum(result.accepted) == 60
+    assert outcomes[1] <= sum(result.dropped)
+    assert outcomes[2] == sum(result.lost) == 1
     assert [int(kind) for kind in timeline.events.event_kind] == [0, 1]
 
 
@@ -82,12 +76,12 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
     [
         (["--nope=1"], "unknown flag --nope (see tfdist simulate --help)"),
         (["train.py"], "tfdist simulate takes flags only; see tfdist simulate --help. Received: 'train.py'"),
-        (["--bandwidth=10Gbitt"], "NetworkModel(bandwidth=...) has no known unit; write it like 10Gbit or 1GB/s. "),
-        (["--bandwidth=-1Gbit"], "NetworkModel(bandwidth=...) "),
-        (["--workers=0"], "ClusterModel(workers=...) must be an integer of at least 1. Received: workers=0"),
+        (["--bandwidth=10Gbitt"], "--bandwidth has no known unit; write it like 10Gbit or 1GB/s. "),
+        (["--bandwidth=-1Gbit"], "--bandwidth "),
+        (["--workers=0"], "--workers must be an integer of at least 1. Received: workers=0"),
         (["--workers=many"], "--workers must be an integer, such as --workers=1. Received: --workers=many"),
-        (["--compute=pareto(mean=1, a=1)"], "cluster.compute: pareto(a=...): there is a mean only for a > 1. "),
-        (["--compute=lognormal"], "cluster.compute: write a distribution with its parameters, like lognormal(mean=0.2"),
+        (["--compute=pareto(mean=1, a=1)"], "--compute: pareto(a=...): there is a mean only for a > 1. "),
+        (["--compute=lognormal"], "--compute: write it with its parameters, like lognormal(mean=0.2"),
         (["--policies=Backup(1)"], "--policies names no policy; did you mean BackupWorkers?"),
         (["--sparse_table=many"], "--sparse_table: write it like 2000x256B. Received: 'many'"),
         ([], "no step time is known; give "),
@@ -95,7 +89,12 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
             ["--step_secs=1s", "--strategy=multi_worker", "--policies=SoftSync(1)"],
             "policies: SoftSync(updates=1) does ",
         ),
-        (["--file=/nonexistent"], "[Errno 2] No such file or directory"),
+        *(
+            ([f"--codec={text}"], "--codec: write it like {ratio: 0.5}, with ratio, ")
+            for text in ("0.5", "{speed: 3}", "[")
+        ),
+        (["--codec={ratio: -1}"], "--codec: (ratio=...) must be a number above 0. Received: -1"),
+        (["--step_secs=1s", "--overlap=2"], "--overlap must be a share from 0 to 1. Received: 2.0"),
     ],
 )
 def test_invalid_values_are_one_line_and_code_2(
@@ -106,27 +105,3 @@ def test_invalid_values_are_one_line_and_code_2(
     assert shown.out == ""
     assert shown.err.startswith(f"tfdist: {line}")
     assert shown.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("cluster: {wokers: 2}", "cluster has no key 'wokers'; use workers, "),
-        ("cluster: {network: {speed: 1}}", "cluster.network has no key 'speed'; use bandwidth, "),
-        (
-            "model: {sparse_tables: [{rows_touched: 2}]}",
-            "model.sparse_tables needs row_bytes; add what is missing. Received: ",
-        ),
-        ("cluster: 3", "cluster must be a mapping"),
-        ("cluster: [", "{file} is no YAML: "),
-        ("[]", "{file} must have a mapping with the keys cluster and model."),
-        ("steps: 3", "unknown key 'steps'; use cluster, "),
-    ],
-)
-def test_an_invalid_file_is_one_line(
-    text: str, line: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(text)
-    assert cli.main(["simulate", f"--file={file}", "--step_secs=1s"]) == 2
-    assert capsys.readouterr().err.startswith(f"tfdist: {line.format(file=file)}")

@@ -29,7 +29,7 @@ def write(
     second worker is lost in the middle of the training for a hundred updates.
     """
     names = tuple(f"worker:{worker}" for worker in range(workers))
-    policies = (f"BackupWorkers(spares={spares})",) if spares else ()
+    policies = (f"BackupWorkers(spares={spares})",)
     header = Header(job, "chief:0", names, "ParameterServerStrategy", policies, origin_secs, simulated=True)
     store = Store.begin(str(directory), header, LocalFiles(), 2**62)
     columns, gradients = _train(workers, updates, spares, np.random.default_rng(seed), slow)

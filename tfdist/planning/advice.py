@@ -1,454 +1,314 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All candidates with their predictions, times and costs, and one recommendation in words."""
+"""Settings on several workers with their predictions from a profile, and one recommendation in words."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import statistics
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from tfdist.planning import candidates, prediction
-from tfdist.planning.candidates import PARAMETER_SERVER, Candidate
-from tfdist.planning.prediction import Network, Prediction
-from tfdist.planning.profile import NoiseScale, Profile
+from tfdist.planning import prediction
+from tfdist.planning.prediction import Network
+from tfdist.planning.profile import Profile
+from tfdist.planning.simulation import CodecModel
+from tfdist.planning.simulation.engines import MULTI_WORKER, PARAMETER_SERVER
+from tfdist.policies import backup_workers
+from tfdist.policies.backup_workers import BackupWorkers
+from tfdist.policies.base import Policy
+from tfdist.policies.compression import Compression
+from tfdist.policies.parameter_averaging import ParameterAveraging
 
-# Less than this many times the speed of one device is not worth several machines.
-_LEAST_SPEEDUP = 1.2
+_EVERY_STEPS = 16
+# More samples than this make the order statistics no better, and slower.
+_MOST_SAMPLES = 200
+_MOST_SERVERS = 8
+# Least speedup over one device that is worth several: two predictions may each be off by 15 %.
+_LEAST_SPEEDUP = 1.3
 # A larger number of workers has to bring so much more for each of them: half of its share.
 _LEAST_SHARE = 0.5
 # A setting that changes the trained model (staleness, averaging, lossy codecs) has to be so much faster than others.
 _LEAST_GAIN = 2.0
-# By the model of statistical efficiency, more workers have to reach a loss so many times as fast.
-_LEAST_MORE = 1.1
+# Most machine-hours for an example, over those of one device.
+MOST_COST = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way of training.
+
+    Attributes:
+      strategy: name of the strategy; "" for one device.
+      workers: number of workers.
+      label: the policies in words, for tables.
+      code: the policies as a user writes them.
+      policies: builds the policies; they keep state, so each simulation needs new ones.
+      servers: parameter servers; 0 without.
+      codec: cost of the codec of `Compression`.
+      is_exact: True if an update is what one device would compute from the global batch: no staleness, no codec.
+    """
+
+    strategy: str = ""
+    workers: int = 1
+    label: str = ""
+    code: str = ""
+    policies: Callable[[], list[Policy]] = list
+    servers: int = 0
+    codec: CodecModel | None = None
+    is_exact: bool = True
+
+    def __str__(self) -> str:
+        """The strategy as a user writes it."""
+        arguments = f"policies=[{self.code if self.code.startswith('tfdist.') else f'tfdist.{self.code}'}]"
+        return f"tfdist.{self.strategy}({arguments if self.code else ''})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A candidate, or one device if `candidate` is None, with what is expected of it.
+    """A setting, with what is expected of it.
 
     Attributes:
-      candidate: None for one device.
-      prediction: its throughput.
-      limit: what limits it.
-      secs: time for the wanted number of examples; None if no number was given.
-      cost: of that time; None without a price.
-      speedup_to_loss: a model's estimate of how many times as fast as one device a loss is reached.
+      setting: the setting.
+      examples_per_sec: examples that enter updates.
+      updates_per_sec: updates.
+      efficiency: examples per second / (workers * those of one device).
+      staleness: mean staleness of the applied gradients.
+      cost: machine-seconds of an example over those of one device.
+      limit: what limits the throughput, in words.
     """
 
-    candidate: Candidate | None
-    prediction: Prediction
-    limit: Limit
-    secs: Estimate | None = None
-    cost: Estimate | None = None
-    speedup_to_loss: Estimate | None = None
+    setting: Setting
+    examples_per_sec: float
+    updates_per_sec: float
+    efficiency: float = 1.0
+    staleness: float = 0.0
+    cost: float = 1.0
+    limit: str = "computing: one device computes all the time"
 
     @property
-    def workers(self) -> int:
-        """Number of workers."""
-        return self.candidate.workers if self.candidate else 1
-
-    @property
-    def machines(self) -> int:
-        """Workers and parameter servers together."""
-        return self.workers + (self.candidate.servers if self.candidate else 0)
+    def machines(self) -> float:
+        """Machines that it runs on: cost / time."""
+        return self.cost * self.efficiency * self.setting.workers
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the row as JSON data."""
-        own = self.candidate
-        found: dict[str, Any] = {
-            "strategy": own.strategy if own else "one device",
-            "policies": own.code if own else "",
-            "workers": self.workers,
-            "servers": own.servers if own else 0,
-            "spares": own.spares if own else 0,
-            **dataclasses.asdict(self.prediction),
-            "limit": self.limit.words,
-        }
-        for name in ("secs", "cost", "speedup_to_loss"):
-            estimate = getattr(self, name)
-            found[name] = None if estimate is None else dataclasses.asdict(estimate)
-        return found
+        own, numbers = self.setting, dataclasses.asdict(dataclasses.replace(self, setting=Setting()))
+        given = {"strategy": own.strategy or "one device", "policies": own.code, "label": own.label}
+        return {**given, "workers": own.workers, "servers": own.servers, **numbers} | {"setting": str(own)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """Question of the user.
+class _NamedCodec:
+    """Stands for a codec of `tfdist.compression`, which needs TensorFlow: the simulator asks for its cost alone."""
 
-    Attributes:
-      workers: numbers of workers to compare.
-      examples: how many examples to train on; 0 if unknown.
-      price_per_hour: of one machine; 0 if unknown.
-      workers_per_machine: workers that share a machine, its link and its cores.
-      global_batch: examples of an update on all workers together; 0 to keep the profile's batch on each worker.
+    name: str
+    label: str
+    commutes_with_sum: bool
+    unsent: tuple[str, ...] = ("residual",)
+
+    def __repr__(self) -> str:
+        return f"tfdist.compression.{self.name}"
+
+    init = encode = decode = exchange = lambda self, *arguments: None
+
+
+# Bytes sent / bytes, and speeds of one core in bytes of float32 (benchmarks/results/codecs.json). A threshold's ratio
+# is that of a density of 0.25 %.
+_HALF = (_NamedCodec('HalfPrecision("bfloat16")', "bfloat16", True), CodecModel(0.5, 5e9, 5e9, True))
+_THRESHOLD = (_NamedCodec("Threshold()", "threshold", False), CodecModel(0.001, 4e9, 4e9, False))
+
+
+def settings(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator[Setting]:
+    """Yields the settings for a number of workers.
+
+    Args:
+      workers: number of workers, at least 2.
+      samples: seconds of single steps, from which the spares follow.
+      has_dense: whether there are dense gradients to compress.
     """
+    ordered = sorted(samples)
+    if len(ordered) > _MOST_SAMPLES:
+        ordered = [ordered[(2 * index + 1) * len(ordered) // (2 * _MOST_SAMPLES)] for index in range(_MOST_SAMPLES)]
+    spares, _ = backup_workers.best_spares([ordered] * workers, workers, workers // 2)
+    label = f"{spares} spare{'s' * (spares > 1)}"
 
-    workers: Sequence[int]
-    examples: float = 0.0
-    price_per_hour: float = 0.0
-    workers_per_machine: int = 1
-    global_batch: int = 0
+    def build(kind: Callable[..., Policy], *given: Any, **named: Any) -> Callable[[], list[Policy]]:
+        return lambda: [kind(*given, **named)]
+
+    multi = functools.partial(Setting, MULTI_WORKER, workers)
+    yield multi("synchronous")
+    if spares:
+        yield multi(label, f"BackupWorkers(spares={spares})", build(BackupWorkers, spares))
+    averaging = f"ParameterAveraging(every_steps={_EVERY_STEPS})"
+    yield multi("averaging", averaging, build(ParameterAveraging, every_steps=_EVERY_STEPS), is_exact=False)
+    for codec, cost in (_HALF, _THRESHOLD) if has_dense else ():
+        yield multi(codec.label, f"Compression({codec!r})", build(Compression, codec), codec=cost, is_exact=False)
+    # One parameter server, and one for four workers.
+    counts = sorted({1, min(_MOST_SERVERS, max(1, workers // 4))})
+    served = functools.partial(Setting, PARAMETER_SERVER, workers)
+    for count in counts:
+        yield served("asynchronous", servers=count, is_exact=False)
+    for count in sorted({0, spares}):
+        code = f"BackupWorkers(spares={count})"
+        yield served(label if count else "synchronous", code, build(BackupWorkers, count), counts[-1])
+    if has_dense:
+        codec, cost = _HALF[0], dataclasses.replace(_HALF[1], variables_ratio=0.5)
+        code = f"Compression({codec!r})"
+        yield served(codec.label, code, build(Compression, codec), counts[-1], codec=cost, is_exact=False)
 
 
-def rows(profile: Profile, network: Network, question: Question) -> list[Row]:
-    """Predicts one device, and all candidates for each number of workers."""
-    single = prediction.one_device(profile)
-    alone = Estimate(single.examples_per_sec, single.low, single.high)
-    found = [_row(None, single, Limit("computing", single.limit), profile, question, alone)]
-    for workers in sorted(set(question.workers) - {1}):
-        size = max(1, question.global_batch // workers) if question.global_batch else profile.batch_size
-        for candidate in candidates.all_for(workers, profile.samples, profile.dense_bytes > 0):
-            predicted = prediction.predict(profile, network, candidate, question.workers_per_machine, size)
-            limit = limit_of(profile, network, candidate, predicted, question.workers_per_machine)
-            found.append(_row(candidate, predicted, limit, profile, question, alone))
+def rows(
+    profile: Profile, network: Network, workers: Sequence[int], workers_per_machine: int = 1, global_batch: int = 0
+) -> list[Row]:
+    """Predicts one device, and all settings for each number of workers, in the steady state.
+
+    Args:
+      profile: of one device.
+      network: between the machines.
+      workers: numbers of workers.
+      workers_per_machine: workers that share a machine's link and its cores.
+      global_batch: examples of an update; 0 keeps the profile's batch on each worker.
+    """
+    alone = profile.batch_size / profile.step_secs[profile.batch_size]
+    found = [Row(Setting(), alone, alone / profile.batch_size)]
+    for count in sorted(set(workers) - {1}):
+        size = max(1, global_batch // count) if global_batch else profile.batch_size
+        here = min(count, workers_per_machine)
+        for setting in settings(count, profile.samples, profile.dense_bytes > 0):
+            result = prediction.simulate(
+                profile,
+                network,
+                setting.strategy,
+                setting.policies(),
+                count,
+                servers=setting.servers or 1,
+                codec=setting.codec,
+                workers_per_machine=here,
+                batch_size=size,
+            )
+            speed, updates = prediction.steady(result)
+            machines = 1 if network.is_one_machine else math.ceil(count / here) + setting.servers
+            efficiency, cost = speed / (count * alone), machines * alone / speed
+            limit = _limit(profile, result.limit, here, efficiency)
+            found.append(Row(setting, speed, updates, efficiency, result.mean_staleness, cost, limit))
     return found
 
 
-def _row(
-    candidate: Candidate | None,
-    predicted: Prediction,
-    limit: Limit,
-    profile: Profile,
-    question: Question,
-    alone: Estimate,
-) -> Row:
-    row = Row(candidate, predicted, limit)
-    speed = Estimate(predicted.examples_per_sec, predicted.low, predicted.high)
-    secs = cost = None
-    if question.examples:
-        secs = Estimate(*(question.examples / each for each in (speed.value, speed.high, speed.low)))
-        machines = math.ceil(row.workers / question.workers_per_machine) + row.machines - row.workers
-        price = question.price_per_hour / 3600 * machines
-        cost = Estimate(secs.value * price, secs.low * price, secs.high * price) if question.price_per_hour else None
-    return dataclasses.replace(row, secs=secs, cost=cost, speedup_to_loss=_to_a_loss(row, profile, speed, alone))
+def _limit(profile: Profile, limit: str, here: int, efficiency: float) -> str:
+    slower = prediction.slowdown(profile, here)
+    if slower - 1 > (1 / efficiency - 1) / 2:
+        return f"shared cores: {here} workers on {profile.cores} cores take {slower:.1f} times as long"
+    return limit
 
 
-def _to_a_loss(row: Row, profile: Profile, speed: Estimate, alone: Estimate) -> Estimate | None:
-    predicted = row.prediction
-    batch = predicted.global_batch if row.candidate else profile.batch_size
-    found = speedup_to_a_loss(profile, speed, alone, batch, predicted.staleness)
-    if found is None or row.candidate is None or "ParameterAveraging" not in row.candidate.code:
-        return found
-    # Between averages workers train apart: at worst as in one step with all these examples, at best as in many steps.
-    best = speedup_to_a_loss(profile, speed, alone, batch / candidates.EVERY_STEPS, 0.0) or found
-    return Estimate(math.sqrt(found.value * best.value), found.low, best.high)
-
-
-def recommended(found: Sequence[Row]) -> Row:
+def recommended(found: Sequence[Row], profile: Profile, most_cost: float = MOST_COST) -> Row:
     """Returns the row to recommend: `found[0]`, one device, unless several workers are clearly worth it.
 
-    The best candidates of each number of workers are compared. The largest number is taken whose additional workers
-    still bring half of their share. Candidates that train as one device does (no staleness, averaging or lossy codec)
-    are preferred, unless another one is much faster.
+    The best settings of each number of workers are compared. The largest number is taken whose additional workers still
+    bring half of their share. Settings that train as one device does (no staleness, averaging or lossy codec) are
+    preferred, unless another one is much faster.
+
+    Args:
+      found: the rows, one device first.
+      profile: its noise scale says how much the examples of large batches teach.
+      most_cost: machine-hours of an example over those of one device, at most.
     """
-    single = found[0]
-    speed = single.prediction.examples_per_sec
-    best = single
-    # If no synchronous update gains anything, the model is too small for a network. Stale or averaged updates only hide
-    # that: their examples teach less.
-    if not any(_is_exact(row) and row.prediction.low >= _LEAST_SPEEDUP * speed for row in found[1:]):
+    speed = functools.partial(_useful, profile)
+    single = best = found[0]
+    # If no exact update gains anything, the model is too small for a network. Stale or averaged updates only hide that.
+    allowed = [row for row in found[1:] if row.cost <= most_cost]
+    if not any(row.setting.is_exact and speed(row) >= _LEAST_SPEEDUP * speed(single) for row in allowed):
         return single
-    for workers in sorted({row.workers for row in found[1:]}):
-        row = _best([row for row in found[1:] if row.workers == workers])
-        if row.prediction.low < _LEAST_SPEEDUP * speed:
+    for workers in sorted({row.setting.workers for row in allowed}):
+        row = _best([row for row in allowed if row.setting.workers == workers], profile)
+        if speed(row) < _LEAST_SPEEDUP * speed(single):
             continue
-        gained = row.prediction.examples_per_sec - best.prediction.examples_per_sec
-        # Against one device any clear gain may be worth it; against several each further worker has to bring its part.
-        needed = (_LEAST_SPEEDUP - 1) * speed if best is single else _LEAST_SHARE * speed * (row.workers - best.workers)
-        if gained >= needed and _is_worth(row, best):
+        # Against one device any clear gain is worth it; against several each further worker has to bring its part.
+        needed = _LEAST_SHARE * speed(single) * (workers - best.setting.workers)
+        if best is single or speed(row) - speed(best) >= needed:
             best = row
     return best
 
 
-def _is_worth(row: Row, best: Row) -> bool:
-    """False if more workers make a loss come later, by the model of statistical efficiency."""
-    if row.speedup_to_loss is None or best.speedup_to_loss is None:
-        return True
-    return _cautious(row) >= (_LEAST_SPEEDUP if best.candidate is None else _LEAST_MORE) * _cautious(best)
+def _useful(profile: Profile, row: Row) -> float:
+    """Returns examples per second as far as they teach; those of one device count whole.
+
+    Batches of B examples need 1 + B / B_noise times as many examples to a loss as the smallest ones (McCandlish et al.
+    2018, arXiv 1812.06162, equation 2.12).
+    """
+    noise = profile.noise_scale
+    if noise is None or not noise.says_something:
+        return row.examples_per_sec
+    batch = max(profile.batch_size, row.examples_per_sec / row.updates_per_sec)
+    return row.examples_per_sec * (noise.value + profile.batch_size) / (noise.value + batch)
 
 
-def _cautious(row: Row) -> float:
-    """Speed to a loss between the middle and the lower bound: what the model can't tell is no reason to distribute."""
-    estimate = row.speedup_to_loss
-    return math.sqrt(estimate.value * estimate.low) if estimate else 0.0
+def _best(found: Sequence[Row], profile: Profile) -> Row:
+    """Returns the fastest row of those that train alike, or of all, if it is much faster."""
+
+    def speed(row: Row) -> float:
+        # Codecs have to gain something.
+        return _useful(profile, row) * (0.9 if row.setting.codec else 1.0)
+
+    fastest = max(found, key=speed)
+    exact = max((row for row in found if row.setting.is_exact), key=speed, default=fastest)
+    return fastest if speed(fastest) > _LEAST_GAIN * speed(exact) else exact
 
 
-def _simplicity(row: Row) -> float:
-    """A factor below 1 for codecs: they have to gain something."""
-    return 0.9 if row.candidate and row.candidate.codec else 1.0
-
-
-def _best(found: Sequence[Row]) -> Row:
-    if all(row.speedup_to_loss for row in found):
-        # Of stale gradients and averages the model often can't tell whether they help at all.
-        sure = [row for row in found if _is_exact(row) or (row.speedup_to_loss and row.speedup_to_loss.low >= 1.0)]
-        return max(sure, key=lambda row: _simplicity(row) * _cautious(row))
-    fastest = max(found, key=lambda row: _simplicity(row) * row.prediction.examples_per_sec)
-    exact = [row for row in found if _is_exact(row)]
-    fastest_exact = max(exact, key=lambda row: row.prediction.examples_per_sec, default=fastest)
-    gain = fastest.prediction.examples_per_sec / fastest_exact.prediction.examples_per_sec
-    return fastest if gain > _LEAST_GAIN else fastest_exact
-
-
-def in_words(found: Sequence[Row], chosen: Row, profile: Profile) -> list[str]:
+def in_words(found: Sequence[Row], chosen: Row, profile: Profile, most_cost: float = MOST_COST) -> list[str]:
     """Returns the recommendation in one short sentence, and the reasons, a line each."""
-    if chosen.candidate is None:
-        return _alone(found)
-    own, predicted = chosen.candidate, chosen.prediction
-    gain, low, high = (
-        each / found[0].prediction.examples_per_sec
-        for each in (predicted.examples_per_sec, predicted.low, predicted.high)
-    )
+    single, own = found[0], chosen.setting
+    if chosen is single:
+        return _alone(found, profile, most_cost)
     servers = f" and {own.servers} parameter server{'s' * (own.servers > 1)}" if own.servers else ""
-    digits = 1 if gain < 10 else 0
-    fast = f"{gain:.{digits}f} times as fast as one device ({low:.{digits}f} to {high:.{digits}f})"
+    gain = chosen.examples_per_sec / single.examples_per_sec
     lines = [
-        f"use {own.workers} workers{servers}: {fast}",
-        f"write {_code(own)}",
-        f"{predicted.efficiency:.0%} efficient: {chosen.limit.words}",
+        f"use {own.workers} workers{servers}: {gain:.1f} times as fast as one device",
+        f"write {own}",
+        f"{chosen.efficiency:.0%} efficient, {chosen.cost:.1f} times the machine-hours of an example: {chosen.limit}",
     ]
     if not own.is_exact:
-        lines.append(_caution(own, predicted))
-    counts = {row.workers for row in found[1:] if row.workers > own.workers}
-    if counts:
-        # With the candidate that would be recommended for them.
-        more = [_best([row for row in found[1:] if row.workers == count]) for count in counts]
-        best = max(more, key=lambda row: row.prediction.examples_per_sec)
-        ratio = best.prediction.examples_per_sec / predicted.examples_per_sec
-        lines.append(f"{best.workers} workers would be {ratio:.1f} times as fast as {own.workers}: {best.limit.words}")
-    if chosen.secs:
-        cost = chosen.cost
-        price = f", and cost {number_text(cost.low)} to {number_text(cost.high)}" if cost else ""
-        lines.append(f"the examples take {duration_text(chosen.secs.low)} to {duration_text(chosen.secs.high)}{price}")
-    if chosen.speedup_to_loss and chosen.speedup_to_loss.says_something:
-        estimate = chosen.speedup_to_loss
+        lines.append(_caution(chosen))
+    more = [row for row in found[1:] if row.setting.workers > own.workers and row.setting.is_exact]
+    if more:
+        best = max(more, key=lambda row: row.examples_per_sec)
+        ratio = best.examples_per_sec / chosen.examples_per_sec
         lines.append(
-            f"to the same loss: {estimate.value:.1f} times as fast ({estimate.low:.1f} to {estimate.high:.1f}), by a "
-            "model of the gradient noise scale"
+            f"{best.setting.workers} workers would be {ratio:.1f} times as fast as {own.workers}: {best.limit}"
         )
     return lines
 
 
-def _alone(found: Sequence[Row]) -> list[str]:
+def _alone(found: Sequence[Row], profile: Profile, most_cost: float) -> list[str]:
     if len(found) == 1:
         return ["one device was asked about; give --workers=1,2,4,8 to compare"]
-    best = max((row for row in found[1:] if _is_exact(row)), key=lambda row: row.prediction.examples_per_sec)
-    ratio = best.prediction.examples_per_sec / found[0].prediction.examples_per_sec
+    single = found[0].examples_per_sec
+    best = max((row for row in found[1:] if row.setting.is_exact), key=functools.partial(_useful, profile))
+    ratio, few = best.examples_per_sec / single, best.setting.workers
     if ratio <= 1:
-        lines = [f"do not distribute: one device is faster; {best.workers} workers make {ratio:.2f} times as much"]
+        lines = [f"do not distribute: one device is faster; {few} workers make {ratio:.2f} times as much"]
     else:
-        lines = [f"do not distribute: {best.workers} workers make only {ratio:.2f} times as much as one device"]
-    if best.candidate:
-        lines.append(f"the best that trains alike is {_code(best.candidate)}")
-        lines.append(f"its limit: {best.limit.words}")
-    other = max(found[1:], key=lambda row: row.prediction.examples_per_sec)
-    gain = other.prediction.examples_per_sec / found[0].prediction.examples_per_sec
-    if other.candidate and not _is_exact(other) and gain > _LEAST_SPEEDUP:
-        name = other.candidate.code or "asynchronous updates"
+        lines = [f"do not distribute: {few} workers make {ratio:.2f} times as much as one device"]
+        lines.append(f"an example would cost {best.cost:.1f} times as many machine-hours")
+    lines.append(f"the best that trains alike is {best.setting}: {best.limit}")
+    if _useful(profile, best) >= _LEAST_SPEEDUP * single and best.cost > most_cost:
+        lines.append(f"--any_cost recommends settings of more than {most_cost:g} times the cost, too")
+    other = max(found[1:], key=lambda row: row.examples_per_sec)
+    gain = other.examples_per_sec / single
+    if not other.setting.is_exact and gain > _LEAST_SPEEDUP:
+        name = other.setting.code or "asynchronous updates"
         lines.append(
-            f"{name} on {other.workers} workers would make {gain:.1f} times as many examples, but changes what is "
-            "learned from each"
+            f"{name} on {other.setting.workers} workers would make {gain:.1f} times as many examples, but changes what "
+            "is learned from each"
         )
     return lines
 
 
-def _code(own: Candidate) -> str:
-    """Returns the strategy as a user writes it."""
-    return f"tfdist.{own.strategy}" + (f"(policies=[{_public(own.code)}])" if own.code else "()")
-
-
-def _is_exact(row: Row) -> bool:
-    return row.candidate is not None and row.candidate.is_exact
-
-
-def _public(code: str) -> str:
-    return code if code.startswith("tfdist.") else f"tfdist.{code}"
-
-
-def _caution(own: Candidate, predicted: Prediction) -> str:
-    if own.codec:
+def _caution(row: Row) -> str:
+    if row.setting.codec:
         return "Compression changes what is learned in a step: compare the loss with that of one device"
-    if own.strategy == PARAMETER_SERVER:
-        old = f"Gradients are {predicted.staleness:.1f} updates old on average"
+    if row.setting.strategy == PARAMETER_SERVER:
+        old = f"Gradients are {row.staleness:.1f} updates old on average"
         return f"{old}: compare the loss, and lower the learning rate"
     return "Workers train apart between averages: compare the loss with that of one device"
-
-
-# Bottleneck of a candidate, such as "the server's link is full from 6 workers on".
-
-
-_MOSTLY = 0.5
-
-
-def gradient_bytes(profile: Profile) -> float:
-    """Bytes that a step sends: dense gradients, and rows of tables."""
-    return profile.dense_bytes + sum(table.rows_per_step * table.row_bytes for table in profile.tables)
-
-
-def full_from(profile: Profile, network: Network, candidate: Candidate) -> int:
-    """Returns the number of workers from which on the links of the parameter servers are full.
-
-    A worker's cycle without others is computing, and two transfers over its own link. The servers' links are full once
-    all workers together fetch, or send, as many bytes in a cycle as the servers can carry in it.
-    """
-    size = gradient_bytes(profile) * (candidate.codec.ratio if candidate.codec else 1.0)
-    if not size:
-        return 0
-    link = network.model().bandwidth
-    cycle = statistics.fmean(profile.samples) + 2 * size / link
-    return max(1, math.ceil(cycle / (size / (link * max(1, candidate.servers)))))
-
-
-class Limit(NamedTuple):
-    """Bottleneck of a candidate: a few words for tables, and a sentence."""
-
-    short: str
-    words: str
-
-
-def limit_of(
-    profile: Profile, network: Network, candidate: Candidate, predicted: Prediction, workers_per_machine: int = 1
-) -> Limit:
-    """Returns what limits a candidate most."""
-    here = min(candidate.workers, workers_per_machine)
-    slower = prediction.slowdown(profile, here)
-    if predicted.efficiency > 1:
-        return Limit(
-            "computing", "above 100 %, because one device waits for its own slow steps, and spares leave them out"
-        )
-    if predicted.efficiency >= 0.9:
-        return Limit("computing", "the devices compute most of the time")
-    # Parts of the time beyond one device's step.
-    of_cores = slower - 1
-    of_slowest = slower * max(0.0, expected_slowest(profile.samples, candidate) / statistics.fmean(profile.alone) - 1)
-    of_sums = 1 / predicted.efficiency - 1 - of_cores - of_slowest
-    if of_cores >= max(of_slowest, of_sums):
-        words = f"{here} workers share the {profile.cores} cores of a machine: steps take {slower:.1f} times as long"
-        return Limit("shared cores", words)
-    if candidate.strategy == PARAMETER_SERVER:
-        return _of_servers(profile, network, candidate, predicted)
-    if of_slowest > of_sums:
-        return Limit("slowest worker", f"waiting for the slowest of {candidate.workers} workers")
-    name = "TensorFlow's transport" if _is_software(network) else "the network"
-    share = f"{of_sums * predicted.efficiency:.0%}"
-    return Limit(f"sums, {share}", f"{name}: sums take {share} of the time")
-
-
-def _of_servers(profile: Profile, network: Network, candidate: Candidate, predicted: Prediction) -> Limit:
-    workers = full_from(profile, network, candidate)
-    whose = "the server's link is" if candidate.servers == 1 else f"the links of {candidate.servers} servers are"
-    suffix = " (TensorFlow's transport, not the network)" if _is_software(network) else ""
-    if workers and candidate.workers >= workers:
-        return Limit("servers' links", f"{whose} full from {workers} workers on{suffix}")
-    if predicted.efficiency < _MOSTLY:
-        share = f"{1 - predicted.efficiency:.0%}"
-        return Limit(f"transfers, {share}", f"sending and fetching variables takes {share} of the time{suffix}")
-    later = f"; {whose} full from {workers} workers on" if workers else ""
-    return Limit("transfers", f"workers wait for variables and gradients to be sent{later}")
-
-
-def _is_software(network: Network) -> bool:
-    return network.model().bandwidth < network.bandwidth / 2
-
-
-def expected_slowest(samples: tuple[float, ...], candidate: Candidate) -> float:
-    """Expected seconds until the last worker whose gradient counts has arrived, in one update."""
-    ordered = sorted(samples)
-    share = (candidate.workers - candidate.spares) / (candidate.workers + 1)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-# A model of statistical efficiency: how many more examples, or updates, large batches and stale gradients need.
-#
-# It is a model, apart from the throughput that is measured and simulated, and every output says so.
-#
-# Large batches (McCandlish et al. 2018, arXiv 1812.06162, equations 2.11 and 2.12): with the critical batch size
-# B_crit, training with batches of B examples to a given loss needs
-#
-#     S / S_min = 1 + B_crit / B   updates,   E / E_min = 1 + B / B_crit   examples.
-#
-# B_crit is estimated by the gradient noise scale at the weights that were profiled. It grows during training, by an
-# order of magnitude or more, so an estimate at the start is cautious about large batches.
-#
-# Stale gradients: take plain SGD at a step size a and curvature h, with gradients that are t updates old. It is stable
-# for a h < 2 sin(pi / (2 (2 t + 1))) (Levin and May 1976, A note on difference-delay equations). So where stability
-# limits the step size, staleness t needs between 1 and 1 / sin(pi / (2 (2 t + 1))) times as many updates. The upper
-# bound is about (2 t + 1) 2 / pi; the middle is the geometric mean of both.
-
-
-# An interval of at least this ratio says nothing.
-_MOST_SPREAD = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A number with the bounds of its interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def says_something(self) -> bool:
-        """False if the interval is so wide that the number tells nothing."""
-        return self.low > 0 and self.high < _MOST_SPREAD * self.low
-
-    def __mul__(self, other: Estimate) -> Estimate:
-        return Estimate(self.value * other.value, self.low * other.low, self.high * other.high)
-
-    def __truediv__(self, other: Estimate) -> Estimate:
-        return Estimate(self.value / other.value, self.low / other.high, self.high / other.low)
-
-
-def examples_factor(noise: NoiseScale, batch: float, reference: float) -> Estimate:
-    """Ratio of examples to the same loss: those with batches of `batch`, over those with batches of `reference`."""
-
-    def factor(critical: float) -> float:
-        if critical == math.inf:
-            return 1.0
-        return (critical + batch) / (critical + reference) if critical + reference else batch / reference
-
-    # A larger critical batch size makes large batches cost less.
-    bounds = sorted((factor(noise.low), factor(noise.high)))
-    return Estimate(factor(noise.value), *bounds)
-
-
-def staleness_factor(staleness: float) -> Estimate:
-    """Ratio of updates to the same loss: those from gradients of this mean staleness, over those from fresh ones."""
-    most = 1 / math.sin(math.pi / (2 * (2 * staleness + 1)))
-    return Estimate(math.sqrt(most), 1.0, most)
-
-
-def speedup_to_a_loss(
-    profile: Profile, speed: Estimate, alone: Estimate, batch: float, staleness: float
-) -> Estimate | None:
-    """Speedup over one device until the same loss is reached; None if nothing is known of the noise scale.
-
-    Args:
-      profile: of one device, with its batch size.
-      speed: examples per second.
-      alone: those of one device.
-      batch: examples of an update.
-      staleness: mean staleness of its gradients.
-    """
-    if profile.noise_scale is None or not profile.noise_scale.is_known:
-        return None
-    needed = examples_factor(profile.noise_scale, max(batch, profile.batch_size), profile.batch_size)
-    return speed / alone / (needed * staleness_factor(staleness))
-
-
-# Numbers and times as text, for tables and recommendations.
-
-
-def number_text(value: float) -> str:
-    """Returns a number with three digits, without an exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def duration_text(secs: float) -> str:
-    """Returns a time such as 90 s, 12 min or 3.5 h."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if secs >= 2 * size:
-            return f"{secs / size:.3g} {unit}"
-    return f"{secs:.3g} s"

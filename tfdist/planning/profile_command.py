@@ -191,7 +191,7 @@ def _summary(profile: Profile, output: pathlib.Path) -> str:
     middle = samples[len(samples) // 2]
     rows = f", {len(profile.tables)} tables with sparse gradients" if profile.tables else ""
     noise = profile.noise_scale
-    noisy = f"; gradient noise scale {noise.value:.3g} ({noise.low:.3g} to {noise.high:.3g})" if noise else ""
+    noisy = f"; {noise}" if noise and noise.says_something else ""
     return (
         f"{profile.batch_size} examples in {1e3 * middle:.3g} ms, {profile.dense_bytes / 1e6:.3g} MB of gradients{rows}"
         f"{noisy}; wrote {output}"

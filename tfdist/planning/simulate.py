@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command `tfdist simulate`: simulates training on a cluster that flags, or a YAML file, describe."""
+"""Command `tfdist simulate`: simulates training on a cluster that flags describe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import yaml
@@ -21,125 +22,10 @@ import tfdist.flags
 from tfdist import _files
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
-from tfdist.planning.simulation import delay_distributions, engines, result, simulate
+from tfdist.planning.simulation import engines, result, simulate
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
-from tfdist.planning.simulation.models import ClusterModel, CodecModel, Failure, ModelProfile, NetworkModel, SparseTable
+from tfdist.planning.simulation.models import ClusterModel, CodecModel, ModelProfile, NetworkModel, SparseTable
 from tfdist.planning.simulation.result import Result, Simulation
-
-# Models of the simulator from plain data, as in a YAML or JSON file, with errors that name the key.
-
-
-_MAX_TEXT = 10_000
-
-
-def cluster_from_dict(data: Any) -> ClusterModel:
-    """Builds a `ClusterModel` from its fields, with "network" and "failures" as mappings of theirs.
-
-    Raises:
-      ValueError: a key is unknown, or a value is invalid.
-    """
-    given = _checked(data, ClusterModel, "cluster")
-    if given.get("compute") is not None:
-        given["compute"] = distribution(given["compute"], "cluster.compute")
-    if "network" in given:
-        given["network"] = NetworkModel(**_checked(given["network"], NetworkModel, "cluster.network"))
-    if "delays" in given:
-        delays = _mapping(given["delays"], "cluster.delays")
-        given["delays"] = {worker: distribution(each, f"cluster.delays.{worker}") for worker, each in delays.items()}
-    if "speeds" in given:
-        given["speeds"] = dict(_mapping(given["speeds"], "cluster.speeds"))
-    if "failures" in given:
-        failures = _list(given["failures"], "cluster.failures")
-        given["failures"] = tuple(Failure(**_checked(each, Failure, "cluster.failures")) for each in failures)
-    if given.get("server_shares") is not None:
-        given["server_shares"] = tuple(_list(given["server_shares"], "cluster.server_shares"))
-    return ClusterModel(**given)
-
-
-def model_from_dict(data: Any) -> ModelProfile:
-    """Builds a `ModelProfile` from its fields, with "sparse_tables" as a list of mappings.
-
-    Raises:
-      ValueError: a key is unknown, or a value is invalid.
-    """
-    given = _checked(data, ModelProfile, "model")
-    if "sparse_tables" in given:
-        tables = _list(given["sparse_tables"], "model.sparse_tables")
-        given["sparse_tables"] = tuple(
-            SparseTable(**_checked(each, SparseTable, "model.sparse_tables")) for each in tables
-        )
-    return ModelProfile(**given)
-
-
-def codec_from_dict(data: Any) -> CodecModel | None:
-    """Builds a `CodecModel` from its fields; None from None.
-
-    Raises:
-      ValueError: a key is unknown, or a value is invalid.
-    """
-    return None if data is None else CodecModel(**_checked(data, CodecModel, "codec"))
-
-
-def distribution(data: Any, name: str) -> DelayDistribution:
-    """Builds a distribution from text such as "lognormal(mean=0.2, s=1.0)", a mapping, or a list of durations.
-
-    Args:
-      data: {"distribution": "lognormal", "mean": 0.2, "s": 1.0}, equivalent text, or measured durations.
-      name: name of the value in messages.
-
-    Raises:
-      ValueError: it is no distribution.
-    """
-    try:
-        if isinstance(data, list | tuple):
-            return delay_distributions.empirical(data)
-        return DelayDistribution.from_dict(_call(data) if isinstance(data, str) else data)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _call(text: str) -> dict[str, Any]:
-    """Parses "lognormal(mean=0.2, s=1)" into the mapping; no code is evaluated."""
-    try:
-        if len(text) > _MAX_TEXT:
-            raise ValueError("too long")
-        call = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("no call")
-        return {"distribution": call.func.id} | {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise ValueError(
-            f"write a distribution with its parameters, like lognormal(mean=0.2, s=1.0). Received: {text[:100]!r}"
-        ) from None
-
-
-def _checked(data: Any, kind: type, name: str) -> dict[str, Any]:
-    """Returns the mapping as keyword arguments of a dataclass."""
-    given, fields = dict(_mapping(data, name)), [field.name for field in dataclasses.fields(kind)]
-    for key in given:
-        if key not in fields:
-            raise ValueError(f"{name} has no key {key!r}; use {', '.join(fields)}")
-    required = [field.name for field in dataclasses.fields(kind) if _is_required(field)]
-    if missing := [key for key in required if key not in given]:
-        raise ValueError(f"{name} needs {', '.join(missing)}; add what is missing. Received: {given!r}")
-    return given
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _mapping(data: Any, name: str) -> Mapping[Any, Any]:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{name} must be a mapping of keys to values. Received: {data!r}")
-    return data
-
-
-def _list(data: Any, name: str) -> list[Any]:
-    if not isinstance(data, list | tuple):
-        raise ValueError(f"{name} must be a list. Received: {data!r}")
-    return list(data)
-
 
 # Rows of an update log (docs/update_log.md) from a simulation, so that viewers show simulated and real runs alike.
 
@@ -196,13 +82,14 @@ of the links, and what limits the throughput. It imports no TensorFlow.
 
   tfdist simulate --workers=8 --compute='lognormal(mean=0.2, s=1.0)' --policies='BackupWorkers(spares=2)'
   tfdist simulate --workers=16 --servers=2 --step_secs=120ms --dense_bytes=100MB --bandwidth=10Gbit --latency_secs=50us
-  tfdist simulate --file=cluster.yaml --workers=32 --json=result.json
 
-A file has the keys cluster (with network, failures), model (with sparse_tables), codec, strategy, policies,
-num_updates, steps_per_epoch and seed, with the fields of the classes of tfdist.simulation. Flags override the file.
+tfdist.simulation describes clusters of unequal workers, and with failures at known times, in Python.
 
 flags:
 """
+_MAX_TEXT = 10_000
+# An argument of a class, as its errors name it: a flag has the argument's name.
+_OF_CLASSES = re.compile(r"(?:ClusterModel|NetworkModel|ModelProfile|simulate)\((\w+)=\.\.\.\)")
 _STRATEGIES = {
     "mirrored": engines.MIRRORED,
     "multi_worker": engines.MULTI_WORKER,
@@ -286,9 +173,10 @@ def main(arguments: Sequence[str]) -> int:
     if rest:
         raise LaunchError(f"tfdist simulate takes flags only; see tfdist simulate --help. Received: {rest[0]!r}")
     try:
-        result = _simulate(_merged(_read(values.file) if values.file else {}, _from_flags(values)))
+        result = _simulate(values)
     except (ValueError, RuntimeError) as error:
-        raise LaunchError(str(error)) from None
+        text = str(error).replace("CodecModel(", "--codec: (").replace("SparseTable(", "--sparse_table: (")
+        raise LaunchError(_OF_CLASSES.sub(r"--\1", text)) from None
     sys.stdout.write(f"{result}\n")
     if values.json:
         pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
@@ -341,18 +229,17 @@ def write_log(result: Result, log_dir: str) -> str:
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist simulate`."""
     text = functools.partial(flags.DEFINE_string, flag_values=values)
-    text("file", None, "YAML file with the settings; flags override it")
     text("json", None, "write the result to this file, too")
     text("log_dir", None, "write the update log to this run directory, for the TensorBoard page")
     strategies = list(_STRATEGIES)
-    flags.DEFINE_enum("strategy", None, strategies, "which strategy (parameter_server)", flag_values=values)
+    flags.DEFINE_enum("strategy", "parameter_server", strategies, "which strategy", flag_values=values)
     flags.DEFINE_multi_string(
         "policies", [], "a policy, such as 'SoftSync(updates=4)'; once for each", flag_values=values
     )
     flags.DEFINE_multi_string(
         "sparse_table", [], "rows that a step touches, x, bytes of a row, such as 2000x256B", flag_values=values
     )
-    text("codec", None, "codec of Compression, as a YAML mapping, such as '{ratio: 0.5, commutes_with_sum: true}'")
+    text("codec", None, "cost of the codec of Compression, such as '{ratio: 0.5, commutes_with_sum: true}'")
     define: dict[Callable[[str], Any], Callable[..., Any]] = {
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
@@ -362,78 +249,59 @@ def define_flags(values: flags.FlagValues) -> None:
         define[kind](name, None, _HELP[name], flag_values=values)
 
 
-def _from_flags(values: flags.FlagValues) -> dict[str, Any]:
-    """Returns the flags that were given, in the form of the file."""
-
-    def given(names: Mapping[str, Any]) -> dict[str, Any]:
+def _simulate(values: flags.FlagValues) -> Result:
+    def given(names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(values, name) for name in names if getattr(values, name) is not None}
 
-    data: dict[str, Any] = {"cluster": given(_CLUSTER), "model": given(_MODEL), **given(_RUN)}
-    if network := given(_NETWORK):
-        data["cluster"]["network"] = network
-    if values.sparse_table:
-        data["model"]["sparse_tables"] = [_table(each) for each in values.sparse_table]
-    if values.codec is not None:
-        data["codec"] = _parsed(values.codec, "--codec")
-    if values.strategy is not None:
-        data["strategy"] = _STRATEGIES[values.strategy]
-    if values.policies:
-        data["policies"] = values.policies
-    return data
+    cluster = given(_CLUSTER)
+    if "compute" in cluster:
+        name, keywords = _call(cluster["compute"])
+        try:
+            cluster["compute"] = DelayDistribution.from_dict({"distribution": name, **keywords})
+        except ValueError as error:
+            raise ValueError(f"--compute: {error}") from None
+    tables = [_table(each) for each in values.sparse_table]
+    codec = None if values.codec is None else _codec(values.codec)
+    return simulate(
+        ClusterModel(**cluster, network=NetworkModel(**given(_NETWORK))),
+        ModelProfile(**given(_MODEL), sparse_tables=tables),
+        strategy=_STRATEGIES[values.strategy],
+        policies=[tfdist.flags.parse_policy(each, "--policies") for each in values.policies],
+        codec=codec,
+        **given(_RUN),
+    )
 
 
-def _table(text: str) -> dict[str, Any]:
+def _table(text: str) -> SparseTable:
     rows, cross, row_bytes = text.partition("x")
     try:
-        return {"rows_touched": float(rows), "row_bytes": row_bytes if cross else ""}
+        return SparseTable(float(rows), row_bytes if cross else "")
     except ValueError:
         raise ValueError(f"--sparse_table: write it like 2000x256B. Received: {text!r}") from None
 
 
-def _read(name: str) -> Mapping[str, Any]:
-    data = _parsed(pathlib.Path(name).read_text(encoding="utf-8"), name)
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{name} must have a mapping with the keys cluster and model. Received: {data!r}")
-    return data
-
-
-def _parsed(text: str, name: str) -> Any:
+def _codec(text: str) -> CodecModel:
+    known = [field.name for field in dataclasses.fields(CodecModel)]
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} is no YAML: {error}") from None
+        given = yaml.safe_load(text)
+    except yaml.YAMLError:
+        given = None
+    if not isinstance(given, dict) or "ratio" not in given or not given.keys() <= set(known):
+        raise ValueError(f"--codec: write it like {{ratio: 0.5}}, with {', '.join(known)}. Received: {text!r}")
+    return CodecModel(**given)
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns both mappings in one; the values of `above` replace those of `below`."""
-    merged = dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        if isinstance(value, Mapping) and under is not None:
-            # Anything but a mapping stays, and is refused where it is read.
-            merged[key] = _merged(under, value) if isinstance(under, Mapping) else under
-        else:
-            merged[key] = value
-    return merged
-
-
-def _simulate(data: dict[str, Any]) -> Result:
-    cluster = cluster_from_dict(data.pop("cluster"))
-    model = model_from_dict(data.pop("model"))
-    codec = codec_from_dict(data.pop("codec", None))
-    policies = data.pop("policies", None)
-    policies = [] if policies is None else policies
-    if not isinstance(policies, list):
-        raise ValueError(f"policies must be a list, such as ['BackupWorkers(spares=1)']. Received: {policies!r}")
-    policies = [tfdist.flags.parse_policy(str(each), "--policies") for each in policies]
-    strategy = str(data.pop("strategy", engines.PARAMETER_SERVER))
-    arguments = {name: data.pop(name) for name in _RUN if name in data}
-    if data:
-        known = ("cluster", "model", "codec", "strategy", "policies", *_RUN)
-        raise ValueError(f"unknown key {next(iter(data))!r}; use {', '.join(known)}")
-    return simulate(
-        cluster, model, strategy=_STRATEGIES.get(strategy, strategy), policies=policies, codec=codec, **arguments
-    )
+def _call(text: str) -> tuple[str, dict[str, Any]]:
+    """Parses "lognormal(mean=0.2, s=1)" into the name and the arguments; no code is evaluated."""
+    try:
+        call = ast.parse(text.strip()[:_MAX_TEXT], mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("no call")
+        return call.func.id, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise ValueError(
+            f"--compute: write it with its parameters, like lognormal(mean=0.2, s=1.0). Received: {text[:100]!r}"
+        ) from None
 
 
 if __name__ == "__main__":

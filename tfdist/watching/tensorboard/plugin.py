@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import itertools
@@ -22,11 +23,12 @@ from tensorboard.compat import tf
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from tfdist.planning import replay
 from tfdist.telemetry import report, scalar_files
 from tfdist.telemetry.scalar_files import Point, ScalarFiles, Scalars
 from tfdist.telemetry.update_log import Files, LocalFiles, LogReader, Skipped, Timeline, run_directory
 from tfdist.telemetry.update_log.reader import find_logs
-from tfdist.watching.tensorboard import advice, level_of_detail, worker_table
+from tfdist.watching.tensorboard import level_of_detail, worker_table
 
 # Loss, and bytes per second of each task, from the files of `tfdist.callbacks.Telemetry`.
 
@@ -74,6 +76,31 @@ _REREAD_SECS = 5.0
 _LOOK_SECS = 10.0
 
 
+def _advice(timeline: Timeline) -> dict[str, Any]:
+    try:
+        found = replay.advise(timeline)
+    except replay.ReplayError as error:
+        return {"state": "none", "reason": str(error)}
+    cases = [
+        {
+            "workers": len(case.workers),
+            "spares": case.spares,
+            "updates": case.updates_per_sec,
+            "gradients": case.gradients_per_sec,
+            "now": not index,
+            "chosen": case is found.chosen,
+        }
+        for index, case in enumerate(found.cases)
+    ]
+    return {
+        "state": "ready",
+        "text": found.text,
+        "cases": cases,
+        "measured": found.measured,
+        "updates": found.updates,
+    }
+
+
 class RecordedJob:
     """One training: a timeline, and what is computed from it when the page first asks."""
 
@@ -82,7 +109,7 @@ class RecordedJob:
         header = timeline.header
         self.id = hashlib.sha256(f"{timeline.job}\0{header.writer}\0{timeline.origin_secs!r}".encode()).hexdigest()[:16]
         self.run = run_directory(timeline)
-        self.advisor = advice.Advisor(timeline)
+        self._advising: concurrent.futures.Future[dict[str, Any]] | None = None
         self._lock = threading.Lock()
         self._levels: level_of_detail.Levels | None = None
 
@@ -103,6 +130,24 @@ class RecordedJob:
     def table(self) -> list[dict[str, Any]]:
         """Rows of the table of workers."""
         return worker_table.table(self.timeline, self.levels, self.report)
+
+    def advice(self) -> dict[str, Any]:
+        """Returns the result of a replay, which is computed once; "state": "computing" until it is there."""
+        with self._lock:
+            if self._advising is None:
+                self._advising = concurrent.futures.Future()
+                threading.Thread(target=self._advise, args=(self._advising,), name="tfdist advice", daemon=True).start()
+        try:
+            # Small clusters take less, and the page needn't ask twice.
+            return self._advising.result(0.5)
+        except TimeoutError:
+            return {"state": "computing"}
+
+    def _advise(self, answer: concurrent.futures.Future[dict[str, Any]]) -> None:
+        try:
+            answer.set_result(_advice(self.timeline))
+        except Exception as error:
+            answer.set_exception(error)
 
     def summary(self) -> dict[str, Any]:
         """Returns the fields of a job in the list of jobs."""
@@ -359,7 +404,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
             "/workers": self._route(lambda request: workers(self._job(request))),
             "/window": self._route(self._window),
             "/scalars": self._route(lambda request: self._known().scalars(self._job(request))),
-            "/advice": self._route(lambda request: self._job(request).advisor.answer()),
+            "/advice": self._route(lambda request: self._job(request).advice()),
         }
 
     def _route(self, answer: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:

@@ -38,12 +38,11 @@ export function secs(value) {
 
 const UNITS = [['ms', 1e-3], ['s', 1], ['min', 60], ['h', 3600]];
 
-// Returns the unit, and a function that writes seconds in it: the same for all of `values`, by their median.
+// Returns the unit, and a function that writes seconds in it: the same for all of `values`, by the largest.
 export function commonUnit(values) {
-  const some = values.filter(value => value > 0).sort((one, other) => one - other);
-  const middle = some.length ? some[Math.floor(some.length / 2)] : 1;
-  const [unit, size] = [...UNITS].reverse().find(each => middle >= 0.995 * each[1]) || UNITS[0];
-  const places = middle / size >= 99.5 ? 0 : middle / size >= 9.95 ? 1 : 2;
+  const most = Math.max(...values, 0) || 1;
+  const [unit, size] = [...UNITS].reverse().find(each => most >= 0.995 * each[1]) || UNITS[0];
+  const places = most / size >= 99.5 ? 0 : most / size >= 9.95 ? 1 : 2;
   const format = new Intl.NumberFormat('en-US', {minimumFractionDigits: places, maximumFractionDigits: places});
   return {unit, text: value => (value > 0 ? format.format(value / size) : '0')};
 }

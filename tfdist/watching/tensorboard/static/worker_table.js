@@ -7,7 +7,7 @@ import {commonUnit, element, empty, count, digits, percent, short, whole} from '
 const COLUMNS = [
   ['name', 'Worker', row => short(row.name, 40), 'Name of the worker'],
   ['cost_secs', 'Cost', null, 'Worker-seconds: the time in which all others of an update waited for its gradient alone, and that of its gradients that were dropped or lost'],
-  ['last', 'Last in', row => whole(row.last), 'Updates in which its gradient entered last'],
+  ['last', 'Last to arrive', row => whole(row.last), 'Updates in which its gradient entered last'],
   ['input_p50', 'Input', null, 'Median time in which it waited for its batch'],
   ['computing_p50', 'Computing', null, 'Median time from its batch to its gradient'],
   ['rest_p50', 'Rest', null, 'Median time from the end of an all-reduce to its next call of the data: update, callbacks'],
