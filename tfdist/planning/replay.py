@@ -119,7 +119,7 @@ def _in_words(run: _Run, now: Case, chosen: Case) -> str:
     changed = chosen.spares is not None and chosen.spares != run.own_spares and len(chosen.workers) > 1
     parts = [leave if without else "", f"set BackupWorkers(spares={chosen.spares})" if changed else ""]
     if len(chosen.workers) == 1 < len(now.workers):
-        parts = [f"use one device, {chosen.workers[0]} alone"]
+        parts = [f"use one device, {next(iter(chosen.workers))} alone"]
     gain = chosen.gradients_per_sec / now.gradients_per_sec - 1
     speed = f"{gain:.0%} more gradients per second" if gain > 1 - _SAME else "same speed"
     return f"{' and '.join(filter(None, parts))}: {speed}"
