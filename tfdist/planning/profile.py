@@ -43,7 +43,7 @@ class _Checked:
                 is_valid = field.type not in ("int", "float") or (_checks.is_number(value) and value >= 0)
                 is_valid = is_valid and (field.type != "int" or _checks.is_int(value))
             if not is_valid:
-                raise ValueError(f"{field.name} is {str(value)[:80]}")
+                raise ValueError(f"{field.name} is no valid number: {str(value)[:80]}")
 
 
 # Seconds of single steps.

@@ -175,8 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         result = _simulate(values)
     except (ValueError, RuntimeError) as error:
-        text = str(error).replace("CodecModel(", "--codec: (").replace("SparseTable(", "--sparse_table: (")
-        raise LaunchError(_OF_CLASSES.sub(r"--\1", text)) from None
+        raise LaunchError(_with_flags(str(error))) from None
     sys.stdout.write(f"{result}\n")
     if values.json:
         pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
@@ -184,6 +183,12 @@ def main(arguments: Sequence[str]) -> int:
     if values.log_dir:
         sys.stdout.write(f"update log: {write_log(result, values.log_dir)}\n")
     return 0
+
+
+def _with_flags(text: str) -> str:
+    """Returns an error's text with flags in place of the arguments of classes."""
+    text = text.replace("CodecModel(", "--codec: (").replace("SparseTable(", "--sparse_table: (")
+    return _OF_CLASSES.sub(r"--\1", text)
 
 
 def write_log(result: Result, log_dir: str) -> str:
