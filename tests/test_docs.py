@@ -391,7 +391,6 @@ def test_site_has_every_public_name_and_every_page() -> None:
 _WITHOUT_WORDS = {
     "AttributeError('sparse_read')": "attribute protocol",
     "AttributeError(name)": "attribute protocol",
-    "LaunchError(_with_flags(str(error)))": "the text of the simulator's error",
     "OSError(problems[0])": "the text of the writer's error",
     "RuntimeError(f'{type(error).__name__}: {said}')": "the text of TensorFlow's error",
     "RuntimeError(f\"communication='mpi': {shown}\")": "the text of another worker's error",
