@@ -50,7 +50,7 @@ def test_one_task_alone_has_no_link(capsys):
     assert "worker:0 has no other task" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [b"", b"hello\n", b"measure worker:1 0123 sink\n", b"\xff" * 5000])
+@pytest.mark.parametrize("words", [b"", b"hello\n", b"0123 sink\n", b"\xff" * 5000])
 def test_strangers_disturb_no_measurement(words):
     with PortReservation(2) as reservation, ThreadPoolExecutor(2) as pool:
         tasks = clusters(list(reservation.ports))
@@ -87,8 +87,8 @@ def test_a_large_cluster_measures_few_links_of_each_task():
                 [],
                 [1],
                 [{}],
-                [{**vars(MeasuredLink("a", "b", 0.0, 0.0))}],
-                [{**vars(MeasuredLink("a", "b", 1.0, -1.0))}],
+                [{**vars(MeasuredLink("a", "b", 1.0, 0.0)), "bytes_per_sec": 0.0}],
+                [{**vars(MeasuredLink("a", "b", 1.0, 0.0)), "latency_secs": -1.0}],
             )
         ),
     ],

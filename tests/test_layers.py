@@ -201,7 +201,6 @@ WITHOUT_TENSORFLOW = (
     "doctor.measure",
     "launchers",
     "planning",
-    "planning.replay",
     "planning.simulate",
     "planning.simulation",
     "policies",

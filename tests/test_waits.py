@@ -31,7 +31,6 @@ ENDED_BY = {
     "_sockets.py:read_line": "settimeout",
     "compat/keras/saving.py:_appears": "deadline",
     "compat/keras/saving.py:_lock": "deadline",
-    "doctor/measure.py:_Answering._accept": "OSError",
     "doctor/measure.py:_connected": "deadline",
     "doctor/__main__.py:ask_task": "deadline",
     "engines/agreement.py:Agreement._await_others": "self.lost()",

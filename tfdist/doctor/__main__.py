@@ -2,14 +2,13 @@
 """Command `tfdist doctor`: checks this machine, and the cluster in TF_CONFIG, for causes of late failures and hangs.
 
 It imports no TensorFlow. If it runs as all tasks of a cluster at once (`tfdist launch ... -m tfdist.doctor
---meet_secs=60`), the tasks connect to each other, and compare versions and clocks, too.
+--meet_secs=60`), the tasks connect to each other, and compare versions, too.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import functools
@@ -111,10 +110,9 @@ table inet {table} {{
 """
 
 
-# Mutual check of all tasks of a cluster: each task reaches each other one, with the same versions and clocks.
+# Mutual check of all tasks of a cluster: each task reaches each other one, with the same versions.
 
 
-_MAX_SKEW_SECS = 1.0
 _RETRY_SECS = 0.2
 _ANSWER_SECS = 5.0
 # A task that has answered connects at the same time, unless this task's name resolves to another address there.
@@ -125,7 +123,7 @@ _MAX_PRINTED = 80
 
 
 def compare_tasks(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list[tuple[str, str]]:
-    """Calls each of the other tasks, answers their calls, and compares versions and clocks.
+    """Calls each of the other tasks, answers their calls, and compares versions.
 
     Args:
       cluster: all tasks, with this one.
@@ -176,8 +174,6 @@ def compare(task: Task, address: str, answer: dict[str, Any] | str, mine: Mappin
             there = theirs.get(name, "none")
             there = there if isinstance(there, str) and _VERSION.fullmatch(there) else _printable(there)
             found.append(("wrong", f"{task} has {name} {there} where {version} is here; install the same on all"))
-    if abs(answer["skew"]) > _MAX_SKEW_SECS:
-        found.append(("warning", f"the clock of {task} is {answer['skew']:+.1f} s off from this one; synchronise them"))
     return found
 
 
@@ -198,7 +194,7 @@ class Callers:
     def converse(self, peer: _sockets.Peer) -> _sockets.Conversation:
         """Answers one caller; see `_sockets.LineServer`."""
         asking = yield b""
-        answer = json.dumps({**self._answer, "time": time.time()})
+        answer = json.dumps(self._answer)
         yield f"{answer}\n".encode()
         with self._changed:
             self._not_asked.pop(asking, None)
@@ -223,7 +219,7 @@ def ask_task(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | 
     """Calls a task until it answers.
 
     Returns:
-      Its answer, with `skew`, the seconds by which its clock is ahead; or the reason why there is none.
+      Its answer; or the reason why there is none.
     """
     address = _sockets.split_address(cluster.address(task))
     while True:
@@ -231,15 +227,12 @@ def ask_task(cluster: Cluster, task: Task, deadline: float) -> dict[str, Any] | 
             with socket.create_connection(
                 address, min(_ANSWER_SECS, max(0.1, deadline - time.monotonic()))
             ) as connection:
-                started = time.time()
                 connection.sendall(_name(cluster.task) + b"\n")
                 answer = parse_answer(_sockets.read_line(connection, _ANSWER_SECS))
                 with contextlib.suppress(OSError):
                     connection.sendall(b"\n")  # Acknowledges the answer.
-                middle, half = (started + time.time()) / 2, (time.time() - started) / 2
-                skew = float(answer["time"]) - middle
-                return {**answer, "skew": skew if abs(skew) > half else 0.0}
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+                return answer
+        except (OSError, ValueError) as error:
             if time.monotonic() >= deadline:
                 return str(error)[:_MAX_PRINTED] or type(error).__name__
         time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
@@ -255,7 +248,7 @@ def parse_answer(line: bytes) -> dict[str, Any]:
         answer = json.loads(line)
     except RecursionError:
         raise ValueError("the answer is nested too deeply") from None
-    if not isinstance(answer, dict) or not isinstance(answer.get("versions", {}), dict):
+    if not isinstance(answer, dict) or "task" not in answer or not isinstance(answer.get("versions", {}), dict):
         raise ValueError("the answer is not from tfdist doctor")
     return answer
 
@@ -264,7 +257,7 @@ _USAGE = """\
 usage: tfdist doctor [FLAGS]
 
 Looks at this machine, and at the cluster in the variable TF_CONFIG if it is set: versions, GPUs, names, ports, whether
-the other tasks can be reached, clocks. Returns 0 if nothing is wrong, else 1.
+the other tasks can be reached. Returns 0 if nothing is wrong, else 1.
 
   tfdist doctor                                                    this machine
   tfdist launch ssh --hosts=a,b -m tfdist.doctor --meet_secs=60    all machines of a cluster, from each other
@@ -282,7 +275,6 @@ _NEEDED = {
     "absl-py": ((2, 1), None),
 }
 _PYTHON = ((3, 11), (3, 14))
-_TIME_ERROR = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +379,7 @@ def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] 
       meet_secs: how long to wait for the other tasks to run this, too; 0 only checks that they can be reached.
       env: the environment.
     """
-    found = [*versions(_installed), *keras_backend(env), *gpu_findings(env, _installed), *clock()]
+    found = [*versions(_installed), *keras_backend(env), *gpu_findings(env, _installed)]
     if "TF_CONFIG" not in env:
         return [*found, Finding(OK, "TF_CONFIG is not set: this machine trains alone")]
     try:
@@ -489,25 +481,6 @@ def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None])
         )
         return [Finding(WARNING, text)]
     return [Finding(OK, f"{len(usable)} of {len(there)} GPUs may be used")]
-
-
-def clock() -> list[Finding]:
-    """Checks that this machine's clock is synchronised, by the kernel's status."""
-    if not sys.platform.startswith("linux"):
-        return []
-    try:
-        # `modes`, the first field of struct timex, is 0, so the call only reads; the buffer is larger than the struct.
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
-    except (OSError, AttributeError):
-        return []
-    if state == _TIME_ERROR:
-        return [
-            Finding(
-                WARNING,
-                "the clock is not synchronised; start chrony or systemd-timesyncd (in a container: on its host)",
-            )
-        ]
-    return [Finding(OK, "the clock is synchronised")] if state >= 0 else []
 
 
 # The cluster.

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures bandwidth and latency between the tasks of a cluster, bounded in time and bytes. No TensorFlow import.
 
-The tasks take turns in the order of the cluster, so that no two links are measured at a time:
+The tasks take turns in the order of the cluster, so that no two links are measured at a time. The turn, with the links
+so far, goes round twice: in the first lap each task measures its links, in the second each gets all of them.
 
-    first task   measures its links to the others, then passes the turn, with what was measured, to the next one
-    ...
-    last task    passes all results to all
-
-    measuring -> answering   measure NAME DIGEST ping        then single bytes, which come back
-    measuring -> answering   measure NAME DIGEST sink        then bytes until the connection is half closed
-                 answering -> measuring   {"bytes": ..., "secs": ...}, of what came after the first quarter
-    any -> next              measure NAME DIGEST turn|done   then a line of JSON: the links so far
+    asking -> answering   DIGEST ping   then single bytes, which come back
+    asking -> answering   DIGEST sink   then bytes until the connection is half closed; the answer is bytes per second,
+                                        without the first quarter
+    any -> next           DIGEST turn   then a line of JSON: the links so far
 
 A task answers to tasks of its own cluster only: DIGEST is of all addresses.
 """
@@ -19,17 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
+import queue
 import socket
+import socketserver
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist import _files, _log, _sockets
+from tfdist import _checks, _files, _log, _sockets
 from tfdist.cluster import Cluster, Task, digest_of
 
 FORMAT, VERSION = "tfdist network", 1
@@ -45,21 +45,28 @@ _MOST_PEERS = 8
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredLink:
-    """Bandwidth and latency from one task to another, in one direction."""
+    """Bandwidth and latency from one task to another, in one direction.
+
+    Raises:
+      ValueError: a number is invalid.
+    """
 
     source: str
     target: str
     bytes_per_sec: float
     latency_secs: float
 
+    def __post_init__(self) -> None:
+        numbers = self.bytes_per_sec, self.latency_secs
+        if not all(map(_checks.is_number, numbers)) or self.bytes_per_sec <= 0 or self.latency_secs < 0:
+            raise ValueError(f"a link has a bandwidth above 0 and a latency. Received: {numbers}")
+
 
 def peers(tasks: Sequence[Task], task: Task) -> list[Task]:
     """Returns the tasks to which `task` measures: all others; in a large cluster, those at distances of powers of 2."""
     own, count = tasks.index(task), len(tasks)
-    distances = (
-        range(1, count) if count <= _MOST_PEERS + 1 else [2**power for power in range(math.ceil(math.log2(count)))]
-    )
-    return [tasks[(own + distance) % count] for distance in distances]
+    powers = [2**power for power in range(math.ceil(math.log2(count)))]
+    return [tasks[(own + distance) % count] for distance in (range(1, count) if count <= _MOST_PEERS + 1 else powers)]
 
 
 def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes: int) -> list[MeasuredLink]:
@@ -80,27 +87,27 @@ def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes:
     """
     if cluster.task not in cluster.tasks or len(cluster.tasks) < 2:
         return []
-    deadline = time.monotonic() + timeout_secs
-    others = [cluster.address(task) for task in cluster.tasks if task != cluster.task]
-    with _Answering(cluster, _sockets.listen(cluster.address(), others), deadline) as answering:
-        return _take_turns(cluster, answering, deadline, link_secs, link_bytes)
-
-
-def _take_turns(
-    cluster: Cluster, answering: _Answering, deadline: float, link_secs: float, link_bytes: int
-) -> list[MeasuredLink]:
-    tasks = list(cluster.tasks)
+    tasks, deadline = list(cluster.tasks), time.monotonic() + timeout_secs
     own = tasks.index(cluster.task)
-    links = answering.wait_for("turn", deadline, tasks[own - 1]) if own else []
-    for peer in peers(tasks, cluster.task):
-        latency = _latency(cluster, peer, deadline)
-        speed = _speed(cluster, peer, deadline, link_secs, link_bytes)
-        links.append(MeasuredLink(str(cluster.task), str(peer), speed, latency))
-    if own + 1 < len(tasks):
-        _pass(cluster, tasks[own + 1], "turn", links, deadline)
-        return answering.wait_for("done", deadline, tasks[-1])
-    for task in tasks[:-1]:
-        _pass(cluster, task, "done", links, deadline)
+    with _answering(cluster, deadline) as turns:
+
+        def wait() -> list[MeasuredLink]:
+            try:
+                return turns.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError(
+                    f"waited for {tasks[own - 1]}, which has not measured; raise --measure_secs"
+                ) from None
+
+        links = wait() if own else []
+        for peer in peers(tasks, cluster.task):
+            latency = _latency(cluster, peer, deadline)
+            speed = _speed(cluster, peer, deadline, link_secs, link_bytes)
+            links.append(MeasuredLink(str(cluster.task), str(peer), speed, latency))
+        _pass(cluster, tasks[(own + 1) % len(tasks)], links, deadline)
+        links = wait()
+        if own + 1 < len(tasks):
+            _pass(cluster, tasks[own + 1], links, deadline)
     return links
 
 
@@ -132,13 +139,18 @@ def measure_as_task(
     if not links:
         _log.say(f"there is no link to measure: {cluster.task} has no other task")
         return 1
+    slowest = min(links, key=lambda link: link.bytes_per_sec)
     for link in links:
         if link.source == str(cluster.task):
-            speed, latency = link.bytes_per_sec / 0.125e9, 1e6 * link.latency_secs
-            sys.stdout.write(f"{link.source} to {link.target}: {speed:.3g} Gbit/s, {latency:.0f} us\n")
-    sys.stdout.write(f"{summary(links)}\n" if is_first else "")
+            sys.stdout.write(f"{_text(link)}\n")
+    sys.stdout.write(f"{len(links)} links, the slowest: {_text(slowest)}\n" if is_first else "")
     sys.stdout.flush()
     return 0
+
+
+def _text(link: MeasuredLink) -> str:
+    speed, latency = link.bytes_per_sec / 0.125e9, 1e6 * link.latency_secs
+    return f"{link.source} to {link.target}: {speed:.3g} Gbit/s, {latency:.0f} us"
 
 
 def to_json(links: Sequence[MeasuredLink], is_one_machine: bool = False) -> str:
@@ -157,57 +169,27 @@ def from_json(text: str, name: str) -> tuple[list[MeasuredLink], bool]:
     Raises:
       ValueError: it is of another format or version, or has no links. The message is one line.
     """
+    again = f"write it with tfdist doctor --measure --json={name}"
     try:
         given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON ({error}); write it with tfdist doctor --measure --json={name}") from None
-    if not isinstance(given, dict) or given.get("format") != FORMAT or given.get("version") != VERSION:
-        raise ValueError(
-            f"{name} is no {FORMAT} of version {VERSION}; write it with tfdist doctor --measure --json={name}"
-        )
-    links = _links(given.get("links"))
+        if (given["format"], given["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"another format: {given['format']!r}, version {given['version']!r}")
+        links = [MeasuredLink(**each) for each in given["links"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{name} is no {FORMAT} of version {VERSION} ({error}); {again}") from None
     if not links:
-        raise ValueError(f"{name}: links must be a list of measured links. Received: {str(given.get('links'))[:80]}")
+        raise ValueError(f"{name} has no links; {again}")
     return links, given.get("one_machine") is True
 
 
-def _links(given: Any) -> list[MeasuredLink]:
-    """Returns the valid links; [] if one is invalid."""
-    found = []
-    for each in given if isinstance(given, list) else ():
-        try:
-            link = MeasuredLink(
-                str(each["source"]), str(each["target"]), float(each["bytes_per_sec"]), float(each["latency_secs"])
-            )
-        except (TypeError, KeyError, ValueError):
-            return []
-        if not (0 < link.bytes_per_sec < math.inf and 0 <= link.latency_secs < math.inf):
-            return []
-        found.append(link)
-    return found
-
-
-def summary(links: Sequence[MeasuredLink]) -> str:
-    """Returns one line: the slowest and the median link."""
-    speeds = sorted(link.bytes_per_sec for link in links)
-    latency = statistics.median(link.latency_secs for link in links)
-    slowest = min(links, key=lambda link: link.bytes_per_sec)
-    middle = speeds[len(speeds) // 2] / 0.125e9
-    return (
-        f"{len(links)} links: {middle:.3g} Gbit/s and {1e6 * latency:.0f} us in the middle, "
-        f"the slowest is {slowest.source} to {slowest.target} with {slowest.bytes_per_sec / 0.125e9:.3g} Gbit/s"
-    )
-
-
 @contextlib.contextmanager
-def _connected(cluster: Cluster, task: Task, kind: str, deadline: float) -> Any:
+def _connected(cluster: Cluster, task: Task, kind: str, deadline: float) -> Iterator[socket.socket]:
     address = _sockets.split_address(cluster.address(task))
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(
-                f"{task} at {cluster.address(task)} does not answer; does it run tfdist doctor --measure?"
-            )
+            where = cluster.address(task)
+            raise TimeoutError(f"{task} at {where} does not answer; does it run tfdist doctor --measure?")
         try:
             connection = socket.create_connection(address, min(_CONNECT_SECS, left))
             break
@@ -216,7 +198,7 @@ def _connected(cluster: Cluster, task: Task, kind: str, deadline: float) -> Any:
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(max(0.1, deadline - time.monotonic()))
-        connection.sendall(f"measure {cluster.task} {digest_of(cluster.tasks)} {kind}\n".encode())
+        connection.sendall(f"{digest_of(cluster.tasks)} {kind}\n".encode())
         yield connection
 
 
@@ -241,101 +223,70 @@ def _speed(cluster: Cluster, task: Task, deadline: float, link_secs: float, link
             connection.sendall(_CHUNK)
             sent += len(_CHUNK)
         connection.shutdown(socket.SHUT_WR)
-        answer = json.loads(_sockets.read_line(connection, max(0.1, deadline - time.monotonic())) or b"{}")
+        answer = _sockets.read_line(connection, max(0.1, deadline - time.monotonic()))
     try:
-        return float(answer["bytes"]) / float(answer["secs"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        raise TimeoutError(f"{task} did not say how many bytes have arrived; see its own output") from None
+        return float(answer)
+    except ValueError:
+        raise TimeoutError(f"{task} did not say how fast bytes have arrived; see its own output") from None
 
 
-def _pass(cluster: Cluster, task: Task, kind: str, links: Sequence[MeasuredLink], deadline: float) -> None:
-    with _connected(cluster, task, kind, deadline) as connection:
+def _pass(cluster: Cluster, task: Task, links: Sequence[MeasuredLink], deadline: float) -> None:
+    with _connected(cluster, task, "turn", deadline) as connection:
         connection.sendall(json.dumps([dataclasses.asdict(link) for link in links]).encode() + b"\n")
-        connection.shutdown(socket.SHUT_WR)
         # Closed by the other side once it has read all.
         connection.recv(1)
 
 
-class _Answering:
-    """Answers other tasks, a thread for each connection; they take turns, so there are few."""
+@contextlib.contextmanager
+def _answering(cluster: Cluster, deadline: float) -> Iterator[queue.Queue[list[MeasuredLink]]]:
+    """Answers other tasks within the block, a thread for each connection; yields the turns that are passed on."""
+    turns: queue.Queue[list[MeasuredLink]] = queue.Queue()
+    others = [cluster.address(task) for task in cluster.tasks if task != cluster.task]
+    handler = functools.partial(_Handler, digest_of(cluster.tasks).encode(), deadline, turns)
+    with contextlib.ExitStack() as stack:
+        for listening in _sockets.listen(cluster.address(), others):
+            server = socketserver.ThreadingTCPServer(("", 0), handler, bind_and_activate=False)
+            server.socket.close()
+            server.socket, server.daemon_threads = listening, True
+            stack.enter_context(server)
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            stack.callback(server.shutdown)
+        yield turns
 
-    def __init__(self, cluster: Cluster, listening: Sequence[socket.socket], deadline: float) -> None:
-        self._cluster = cluster
-        self._listening = list(listening)
-        self._deadline = deadline
-        self._changed = threading.Condition()
-        self._passed: dict[str, list[MeasuredLink]] = {}
-        self._is_closed = False
-        self._threads = [threading.Thread(target=self._accept, args=(each,), daemon=True) for each in self._listening]
 
-    def __enter__(self) -> _Answering:
-        for thread in self._threads:
-            thread.start()
-        return self
+class _Handler(socketserver.StreamRequestHandler):
+    def __init__(self, digest: bytes, deadline: float, turns: queue.Queue[list[MeasuredLink]], *given: Any) -> None:
+        self._digest, self._deadline, self._turns = digest, deadline, turns
+        super().__init__(*given)
 
-    def __exit__(self, *exception: object) -> None:
-        self._is_closed = True
-        for each in self._listening:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        for thread in self._threads:
-            thread.join(_CONNECT_SECS)
-
-    def wait_for(self, kind: str, deadline: float, task: Task) -> list[MeasuredLink]:
-        """Waits for the turn, or for the end, from another task."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: kind in self._passed, max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"waited for {task}, which has not passed on its {kind}; raise --measure_secs")
-            return list(self._passed[kind])
-
-    def _accept(self, listening: socket.socket) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = listening.accept()
-            except OSError:
+    def handle(self) -> None:
+        """Answers one request; nothing to strangers."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self.connection.settimeout(_CONNECT_SECS)
+            digest, kind = self.rfile.readline(_sockets.LINE_BYTES).split()
+            if digest != self._digest:
                 return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            self.connection.settimeout(max(0.1, self._deadline - time.monotonic()))
+            if kind == b"ping":
+                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for _ in range(_PINGS):
+                    self.connection.sendall(self.rfile.read(1))
+            elif kind == b"sink":
+                secs, most = self.rfile.readline(_sockets.LINE_BYTES).split()
+                self.connection.sendall(f"{self._received(float(secs), int(most))}\n".encode())
+            elif kind == b"turn":
+                self._turns.put([MeasuredLink(**each) for each in json.loads(self.rfile.readline(_MAX_LINE))])
 
-    def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):
-            connection.settimeout(_CONNECT_SECS)
-            stream = connection.makefile("rb")
-            words = stream.readline(_sockets.LINE_BYTES).decode(errors="replace").split()
-            if len(words) != 4 or words[0] != "measure" or words[2] != digest_of(self._cluster.tasks):
-                return
-            connection.settimeout(max(0.1, self._deadline - time.monotonic()))
-            {"ping": self._ping, "sink": self._sink}.get(words[3], self._pass_links)(connection, stream, words[3])
-
-    def _ping(self, connection: socket.socket, stream: Any, kind: str) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(_PINGS):
-            connection.sendall(stream.read(1))
-
-    def _sink(self, connection: socket.socket, stream: Any, kind: str) -> None:
-        secs, most = stream.readline(_sockets.LINE_BYTES).split()
-        skipped_bytes, skipped_secs = _SKIPPED * int(most), _SKIPPED * float(secs)
-        received = counted = 0
-        started, since = time.perf_counter(), 0.0
+    def _received(self, secs: float, most: int) -> float:
+        """Returns bytes per second of what arrives, without the first quarter; a short transfer counts whole."""
+        started = last = time.perf_counter()
+        received, counted, since = 0, 0, 0.0
         buffer = bytearray(2**18)
-        last = started
-        while count := stream.readinto1(buffer):
+        while (count := self.rfile.readinto1(buffer)) and received <= most + len(_CHUNK):
             last = time.perf_counter()
             received += count
             if since:
                 counted += count
-            elif received >= skipped_bytes or last - started >= skipped_secs:
+            elif received >= _SKIPPED * most or last - started >= _SKIPPED * secs:
                 since = last
-            if received > int(most) + len(_CHUNK):
-                return
-        # A short transfer counts whole.
-        whole = {"bytes": received, "secs": last - started}
-        part = {"bytes": counted, "secs": last - since}
-        connection.sendall(json.dumps(part if counted and last > since else whole).encode() + b"\n")
-
-    def _pass_links(self, connection: socket.socket, stream: Any, kind: str) -> None:
-        if kind in ("turn", "done"):
-            links = _links(json.loads(stream.readline(_MAX_LINE)))
-            with self._changed:
-                self._passed[kind] = links
-                self._changed.notify_all()
+        return counted / (last - since) if counted and last > since else received / max(last - started, 1e-9)
