@@ -126,7 +126,7 @@ def _in_words(run: _Run, now: Case, chosen: Case) -> str:
 
 
 class _Run:
-    """What is replayed: the gradients of each worker, and the time between them.
+    """Gradients of each worker of a run, and the time between them.
 
     Attributes:
       workers: names, the fastest first.

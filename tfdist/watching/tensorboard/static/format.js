@@ -36,12 +36,13 @@ export function secs(value) {
   return `${digits(value / 3600)} h`;
 }
 
-const UNITS = [['ms', 1e-3], ['s', 1], ['min', 60], ['h', 3600]];
+// Unit, its seconds, and from how many seconds on it is used.
+const UNITS = [['ms', 1e-3, 0], ['s', 1, 0.995], ['min', 60, 600], ['h', 3600, 36000]];
 
 // Returns the unit, and a function that writes seconds in it: the same for all of `values`, by the largest.
 export function commonUnit(values) {
   const most = Math.max(...values, 0) || 1;
-  const [unit, size] = [...UNITS].reverse().find(each => most >= 0.995 * each[1]) || UNITS[0];
+  const [unit, size] = [...UNITS].reverse().find(each => most >= each[2]);
   const places = most / size >= 99.5 ? 0 : most / size >= 9.95 ? 1 : 2;
   const format = new Intl.NumberFormat('en-US', {minimumFractionDigits: places, maximumFractionDigits: places});
   return {unit, text: value => (value > 0 ? format.format(value / size) : '0')};
