@@ -114,7 +114,7 @@ ARROWS: dict[str, set[str]] = {
         "tables",
         "telemetry",
     },
-    "resume": {*_STEPS, "launchers"},
+    "resume": {*_STEPS, "_files", "launchers"},
     "schedules": set(),
     # Public modules whose names live below.
     "callbacks": {"_log", "cluster", "resume", "telemetry"},

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -186,6 +189,58 @@ for step in range(1, 10**6):
         assert not said
     directory.save(_of(10**7))
     assert not [name for name in _names(tmp_path) if not name.startswith("step-")]
+
+
+TRAINING = """
+import sys, time
+from tfdist.resume.checkpoint import CheckpointDirectory
+CheckpointDirectory(sys.argv[1], 2, print).take()
+print("taken", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("machines", ["one", "two", "two without locks"])
+def test_a_directory_belongs_to_one_training_that_lives(
+    tmp_path: pathlib.Path, machines: str, monkeypatch: pytest.MonkeyPatch
+):
+    other, _ = _directory(tmp_path)
+    if machines != "one":
+        monkeypatch.setattr(checkpoint.socket, "gethostname", lambda: "elsewhere")
+    if machines == "two without locks":
+        monkeypatch.setattr(checkpoint.fcntl, "lockf", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
+    command, root = [sys.executable, "-c", TRAINING, str(tmp_path)], pathlib.Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "taken\n"
+            with pytest.raises(RuntimeError, match=f"process {process.pid} on .*Received: directory='{tmp_path}'"):
+                other.take()
+        finally:
+            process.kill()
+    other.take()
+    # It was stopped for a while.
+    late, _ = _directory(tmp_path)
+    with pytest.raises(RuntimeError, match="another one has the directory"):
+        late.save(_of(1))
+    other.save(_of(2))
+    other.release()
+    assert [name for name in _names(tmp_path) if not name.startswith(".")] == ["step-0000000002"]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: pathlib.Path):
+    directory, _ = _directory(tmp_path)
+    directory.save(_of(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = Checkpoint(2, {}, (np.zeros(1 << 16),))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+        with pytest.raises(OSError, match=f"step 2 can't be saved in {tmp_path}; step-0000000001 is whole"):
+            directory.save(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert _names(tmp_path) == ["step-0000000001"]
 
 
 def test_another_model_is_refused_by_name():

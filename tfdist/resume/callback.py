@@ -59,7 +59,8 @@ class Resume(keras.callbacks.Callback):
 
     Raises:
       ValueError: an argument is invalid. When training begins: the checkpoint is of another model, or of other data.
-      RuntimeError: when training begins: the training loop of this version of Keras is not supported.
+      RuntimeError: when training begins: another training has the directory, or the training loop of this version of
+        Keras is not supported.
       OSError: when training begins, or while saving: the directory can't be read, or written.
     """
 
@@ -252,6 +253,7 @@ class Resume(keras.callbacks.Callback):
 
         def read() -> dict[str, Any] | None:
             nonlocal newest
+            self._checkpoints.take()
             newest = self._checkpoints.newest()
             return None if newest is None else {"step": newest.step, "state": newest.state}
 
@@ -332,6 +334,7 @@ class Resume(keras.callbacks.Callback):
 
     def _close(self) -> None:
         self._signals.uninstall()
+        self._checkpoints.release()
         self._others.close()
         self._others = preemption.Alone()
 

@@ -11,13 +11,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import itertools
 import json
 import math
 import os
 import pathlib
 import re
+import secrets
 import shutil
+import socket
+import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,7 +33,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import _log
+from tfdist import _files, _log
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, fit, models, optimizers, sharding
 from tfdist.compat.keras.optimizers import optimizers_of
@@ -116,6 +122,9 @@ _WRITING = ".writing-"
 _UNREADABLE = "unreadable-"
 _OLD = ".old-"
 _STATE, _VARIABLES = "state.json", "variables.npz"
+_LOCK, _OWNER = ".lock", ".owner.json"
+# Time between two beats of the training that has the directory, and without a beat after which it has ended.
+_BEAT_SECS, _SILENT_SECS = 1.0, 5.0
 # Errors that reading a damaged file raises, without those of a file system that is temporarily unavailable.
 _DAMAGES = (ValueError, KeyError, TypeError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
@@ -138,6 +147,10 @@ class Checkpoint:
 class CheckpointDirectory:
     """The checkpoints of one training. One process writes, any process may read.
 
+    Two jobs with one directory would continue from each other's checkpoints, and remove them. So a training locks a
+    file while it writes. Some network file systems have no locks, or locks of one machine. So the training also writes
+    a file that names it, again and again, until it ends: a lock that the dead do not keep.
+
     Args:
       path: the directory; created by the first `save`.
       max_to_keep: number of checkpoints that are kept, the newest ones.
@@ -148,13 +161,92 @@ class CheckpointDirectory:
         self._path = pathlib.Path(path)
         self._max_to_keep = max_to_keep
         self._say = say
+        self._lock: IO[bytes] | None = None
+        self._owner = {"host": socket.gethostname(), "process": os.getpid(), "job": secrets.token_hex(8)}
+        self._released = threading.Event()
+        self._beating: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Reserves the directory for this training until `release`.
+
+        Raises:
+          RuntimeError: another training that is running has it.
+          OSError: the directory can't be written.
+        """
+        self.release()
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self._path / _LOCK).open("ab")
+        before, until = self._read_owner(), time.monotonic() + _SILENT_SECS
+        while True:
+            is_locked, owner = _lock(self._lock), self._read_owner()
+            is_over = time.monotonic() > until
+            if is_locked and (is_over or _is_gone(owner)):
+                break
+            if is_over or (owner is not None and before is not None and owner != before):
+                self.release()
+                whose = f"process {owner['process']} on {owner['host']}" if owner else "whose name is not known"
+                raise RuntimeError(
+                    f"Resume(directory): another training writes to it, {whose}; end that one, or give this one "
+                    f"another directory. Received: directory={str(self._path)!r}"
+                )
+            before = owner
+            time.sleep(_BEAT_SECS / 5)
+        self._released.clear()
+        _files.write(self._path / _OWNER, json.dumps(self._owner))
+        self._beating = threading.Thread(target=self._beat, name="tfdist resume", daemon=True)
+        self._beating.start()
+
+    def release(self) -> None:
+        """Lets other trainings have the directory; may be called again."""
+        if self._beating is not None:
+            self._released.set()
+            self._beating.join()
+            if self._is_owner():
+                (self._path / _OWNER).unlink(missing_ok=True)
+            self._beating = None
+        if self._lock is not None:
+            # Closing unlocks it.
+            self._lock.close()
+            self._lock = None
+
+    def _beat(self) -> None:
+        while not self._released.wait(_BEAT_SECS) and self._is_owner():
+            with contextlib.suppress(OSError):
+                os.utime(self._path / _OWNER)
+
+    def _read_owner(self) -> dict[str, Any] | None:
+        try:
+            with (self._path / _OWNER).open("rb") as file:
+                return {**json.load(file), "beat": os.fstat(file.fileno()).st_mtime_ns}
+        except (OSError, ValueError):
+            return None
+
+    def _is_owner(self) -> bool:
+        found = self._read_owner()
+        return found is None or found["job"] == self._owner["job"]
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes a checkpoint; replaces one of the same step.
 
         Raises:
-          OSError: the directory can't be written.
+          RuntimeError: another training has the directory by now, since this one was stopped for a while.
+          OSError: the directory can't be written. The checkpoints before are whole.
         """
+        if not self._is_owner():
+            raise RuntimeError(
+                "Resume(directory): this training was stopped for so long that another one has the directory; end one "
+                f"of the two. Received: directory={str(self._path)!r}"
+            )
+        try:
+            self._save(checkpoint)
+        except OSError as error:
+            # A part of a checkpoint would keep the room that is missing.
+            shutil.rmtree(self._path / f"{_WRITING}step-{checkpoint.step:010d}", ignore_errors=True)
+            newest = next((f"; {folder.name} is whole" for folder in self._found()), "; there is no other checkpoint")
+            text = f"{os.strerror(error.errno or 0)}: step {checkpoint.step} can't be saved in {self._path}{newest}"
+            raise OSError(error.errno, f"{text}. Make room there, and start the training again") from error
+
+    def _save(self, checkpoint: Checkpoint) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
         # Remains of a process that was killed while it wrote; what it was about to replace is a checkpoint again.
         for kept in self._found():
@@ -207,6 +299,32 @@ class CheckpointDirectory:
         found |= {path.name: path for path in self._path.iterdir()}
         steps = {int(match[1]): path for name, path in found.items() if (match := _NAME.fullmatch(name))}
         return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Returns False if a process has locked the file. A fork of this process has no such lock, unlike with `flock`."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # With any other error the file system has no locks.
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def _is_gone(owner: Mapping[str, Any] | None) -> bool:
+    """Returns True if there is no owner, or if it was a process of this machine that has ended."""
+    if owner is None:
+        return True
+    if owner["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(owner["process"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    # As in a container that was started again, where processes have the same numbers.
+    return owner["process"] == os.getpid()
 
 
 def check_same(saved: Sequence[Sequence[Any]], found: Sequence[Sequence[Any]], path: str | os.PathLike[str]) -> None:
