@@ -63,8 +63,8 @@ class Info:
       weight: float32 scalar, the factor that a policy gives this gradient in the sum: at arrival; else 1.
       contributors: int32 scalar, the number of gradients of the update; on the replica the number that is expected.
       examples: int64 scalar, the number of examples behind the gradient; None if the data have no axis of examples.
-      replica: int64 scalar that differs from replica to replica; 0 at the update. Under parameter servers it is drawn
-        at random when a worker starts.
+      replica: int64 scalar, the number of the replica: 0 to n - 1, the same in each run. At an update from several
+        gradients 0. Seeds and state begin alike on all replicas: random numbers have to depend on it.
     """
 
     def __init__(

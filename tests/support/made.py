@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update logs for tests: random records, and columns of any size."""
+"""Update logs for tests: random records, and columns of any size. The policy of the page about policies."""
 
 from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -10,6 +14,17 @@ from tfdist.policies import Contribution
 from tfdist.telemetry.update_log import Contributions, Header, UpdateRecord, Updates
 
 WORKERS = 3
+
+
+def own_policy(**arguments: Any) -> Any:
+    """The policy that docs/policies.md shows how to write."""
+    page = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    (code,) = (
+        block for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "class FairShare" in block
+    )
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/policies.md", "exec"), names)
+    return names["FairShare"](**arguments)
 
 
 def header(**changes) -> Header:

@@ -131,18 +131,24 @@ class ServerMemory(Memory):
         self._num_workers, self._timeout_secs = num_workers, timeout_secs
         # Names of states whose optimizer or model is gone.
         self._ended: list[str] = []
+        self._numbered: Any = None
         # Of this strategy: a server process may outlive it.
         self._prefix = uuid.uuid4().hex
 
     def replica(self) -> tf.Tensor:
-        """See `Memory`: a number that each worker draws once."""
+        """See `Memory`: the index of the worker, which each worker keeps. It is 0 where the chief makes the step."""
         spec = tf.TensorSpec([], tf.int64)
-        # Without a seed, also where `tf.random.set_seed` was called: all workers would draw the same.
-        ends = tf.constant([0, 1 << 62], tf.int64)
-        draw = lambda: [tf.raw_ops.RandomUniformInt(shape=tf.zeros([0], tf.int32), minval=ends[0], maxval=ends[1])]  # noqa: E731
-        (number,) = self._read_on_worker(["replica"], [spec], draw)
-        self._write_on_worker(["replica"], [spec], [number])
-        return number
+
+        def number() -> None:
+            worker = coordinator.this_worker()
+            self._on_worker(worker, lambda: self._write_on_worker(["replica"], [spec], [tf.constant(worker, tf.int64)]))
+
+        if tf.executing_eagerly():
+            return tf.constant(0, tf.int64)
+        if self._numbered is None:
+            # A worker that is started again gets its number before its next step.
+            self._numbered = graphs.call_outside(coordinator.create_on_workers, self._coordinator, number)
+        return self._read_on_worker(["replica"], [spec], lambda: [tf.constant(-1, tf.int64)])[0]
 
     def read(self, state: Kept) -> list[tf.Tensor]:
         """See `Memory`."""

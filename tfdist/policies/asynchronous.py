@@ -160,14 +160,15 @@ class Asynchronous(base.Aggregation):
 
     def missing(self) -> tuple[int, ...]:
         """Returns the lost replicas if no replica is alive, else ()."""
-        return () if self._alive() else tuple(sorted(self._lost))
+        return () if self.alive() else tuple(sorted(self._lost))
 
     def discard(self) -> None:
         """Drops all waiting gradients."""
         self._drop_all(self._pending)
         self._pending = []
 
-    def _stepped(self) -> None:
+    def stepped(self) -> None:
+        """See `Aggregation.stepped`."""
         too_old = []
         while self._pending and self._is_too_old(self._pending[0].local_step):
             too_old.append(heapq.heappop(self._pending))

@@ -139,7 +139,8 @@ class BackupWorkers(base.Aggregation):
         if self._asked == "auto":
             self._spares = min(state["spares"], self._total - 1)
 
-    def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+    def check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+        """See `Policy.check_replicas`."""
         received = f"Received: spares={self._asked!r}, total_num_replicas={total_num_replicas}"
         if total_num_replicas == 1 and self._asked:
             raise ValueError(
@@ -152,11 +153,12 @@ class BackupWorkers(base.Aggregation):
                 f"use {name} <= {total_num_replicas - 1}. {received}"
             )
 
-    def _stepped(self) -> None:
+    def stepped(self) -> None:
+        """See `Aggregation.stepped`."""
         if self._asked != "auto":
             return
         self._updates_since_choice += 1
-        durations = [self._durations[replica] for replica in self._alive()]
+        durations = [self.durations[replica] for replica in self.alive()]
         if self._updates_since_choice < _EVERY_UPDATES or min(map(len, durations)) < _MIN_SAMPLES:
             return
         self._updates_since_choice = 0
@@ -167,7 +169,8 @@ class BackupWorkers(base.Aggregation):
             f"{self._total - self._spares} every {secs[self._spares]:.3g} s",
         )
 
-    def _shrunk(self) -> None:
+    def shrunk(self) -> None:
+        """See `Aggregation.shrunk`."""
         # No update is possible otherwise.
         if self._asked == "auto" and self._spares < len(self._lost) <= self._most:
             lost = ", ".join(map(str, sorted(self._lost)))
@@ -175,5 +178,5 @@ class BackupWorkers(base.Aggregation):
 
     def _change(self, spares: int, reason: str) -> None:
         if spares != self._spares:
-            self._changes.append(base.Change(f"spares {self._spares} -> {spares} of {self._total} replicas: {reason}"))
+            self.changed(f"spares {self._spares} -> {spares} of {self._total} replicas: {reason}")
             self._spares = spares

@@ -53,7 +53,7 @@ class Policy:
             )
         if total_num_replicas < 1:
             raise ValueError(f"{strategy} has no replica. Received: total_num_replicas={total_num_replicas}")
-        self._check_replicas(total_num_replicas, strategy)
+        self.check_replicas(total_num_replicas, strategy)
         self._total = total_num_replicas
         self._strategy = strategy
 
@@ -69,7 +69,7 @@ class Policy:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the result of `state`. Called between two updates."""
 
-    def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+    def check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         """Raises ValueError if the policy makes no sense with so many replicas."""
 
 
@@ -80,8 +80,12 @@ class Aggregation(Policy):
     holds a lock around each call. It keeps the lock from reading `update_due` until `updated` has returned, because a
     replica lost in between withdraws its gradient.
 
-    A subclass implements `replicas_to_aggregate`. It may override the hooks at the end of the class (`_stepped`,
-    `_shrunk`). They are called after the state of this class was updated.
+    A policy of your own is a subclass, of this class or of `BackupWorkers`. It implements `replicas_to_aggregate`, and
+    may override `accepts`, `stepped`, `shrunk`, `check_replicas`, `state`, `restore` and, calling the inherited method,
+    `updated` and `lost`. It may read `durations`, `alive()` and all properties.
+
+    Attributes:
+      durations: of each replica the seconds from start to arrival of its last 32 gradients, accepted or not.
     """
 
     def __init__(self) -> None:
@@ -95,8 +99,7 @@ class Aggregation(Policy):
         self._accepted: dict[int, Delivered] = {}
         # Replicas whose gradient was of this step, but was not needed.
         self._surplus: set[int] = set()
-        # Of each replica the durations of its last gradients, accepted or not, from start to arrival.
-        self._durations = collections.defaultdict[int, collections.deque[float]](_empty_window)
+        self.durations = collections.defaultdict[int, collections.deque[float]](_empty_window)
         self._opened_at = 0.0
         self._due_at = 0.0
         self._dropped: list[int] = []
@@ -227,14 +230,15 @@ class Aggregation(Policy):
     def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
         """Accepts or drops the gradient of `replica`, which was computed from the variables of `local_step`.
 
-        Accepted are the first ones of the current step. A gradient whose start is unknown is dropped: its replica was
-        lost in the meantime.
+        Accepted are the first ones of the current step that `accepts` takes. A gradient whose start is unknown is
+        dropped: its replica was lost in the meantime.
         """
         staleness, needed = self._step - local_step, self.replicas_to_aggregate
         computation = self._end_computing(replica, local_step, time)
-        if computation is None or staleness or len(self._accepted) >= needed:
+        is_needed = staleness == 0 and len(self._accepted) < needed
+        if computation is None or not is_needed or not self.accepts(replica, time - computation.start):
             self._drop(replica, computation, time)
-            if computation and staleness == 0:
+            if computation and staleness == 0 and not is_needed:
                 self._surplus.add(replica)
             return Arrival(False, staleness, 0.0)
         self._accepted[replica] = Delivered(local_step, self._number, computation, time)
@@ -274,7 +278,7 @@ class Aggregation(Policy):
         self._taking_part.discard(replica)
         self._withdraw(replica, time, Outcome.LOST)
         self._fill()
-        self._shrunk()
+        self.shrunk()
         if self.update_due and not was_due:
             self._due_at = time
 
@@ -285,7 +289,7 @@ class Aggregation(Policy):
         self._withdraw(replica, time, Outcome.LOST)
         self._lost.discard(replica)
         self._fill()
-        self._durations.pop(replica, None)
+        self.durations.pop(replica, None)
 
     def is_computing(self, replica: int, local_step: int) -> bool:
         """Returns True if `replica` has started a gradient for `local_step` that was not withdrawn."""
@@ -327,7 +331,7 @@ class Aggregation(Policy):
             return None
         del self._computing[replica]
         self._held_secs.idle_since[replica] = time
-        self._durations[replica].append(time - computation.start)
+        self.durations[replica].append(time - computation.start)
         return computation
 
     def _stepped_with(self, time: float, accepted: list[Contribution], numbers: list[int]) -> Update:
@@ -336,7 +340,7 @@ class Aggregation(Policy):
         dropped, self._dropped = self._dropped, []
         ended, self._ended = self._ended, []
         self._surplus.clear()
-        self._stepped()
+        self.stepped()
         changes, self._changes = self._changes, []
         # Without a call for each: this is on the way of every step.
         replicas, _, arrivals, _, staleness, weights, *_ = zip(*accepted, strict=True)
@@ -360,10 +364,11 @@ class Aggregation(Policy):
 
     def _fill(self) -> None:
         if self._limit is not None:
-            free = [replica for replica in self._alive() if replica not in self._taking_part]
+            free = [replica for replica in self.alive() if replica not in self._taking_part]
             self._taking_part.update(free[: max(0, self._limit - len(self._taking_part))])
 
-    def _alive(self) -> list[int]:
+    def alive(self) -> list[int]:
+        """Returns the replicas that are not lost."""
         return [replica for replica in range(self._total) if replica not in self._lost]
 
     def _withdraw(self, replica: int, time: float, outcome: Outcome) -> None:
@@ -396,8 +401,24 @@ class Aggregation(Policy):
                 else f"{self!r} belongs to no strategy yet: call begin() first"
             )
 
-    def _stepped(self) -> None:
-        """Hook after each update; may append to `_changes`."""
+    # For subclasses.
 
-    def _shrunk(self) -> None:
-        """Hook after the loss of a replica; may append to `_changes`."""
+    def accepts(self, replica: int, secs: float) -> bool:
+        """Returns False to drop a gradient that the current step's update needs. Its replica then computes another one.
+
+        Args:
+          replica: the replica that computed it.
+          secs: from its start to its arrival.
+        """
+        del replica, secs
+        return True
+
+    def changed(self, text: str) -> None:
+        """Notes a change of this policy's settings, which the next `Update` has and the log shows."""
+        self._changes.append(Change(text))
+
+    def stepped(self) -> None:
+        """Called after each update."""
+
+    def shrunk(self) -> None:
+        """Called after the loss of a replica."""

@@ -82,7 +82,8 @@ class ParameterAveraging(base.Policy):
         outer = "" if self.outer == "mean" else f", outer={_name(self.outer)}(...)"
         return f"ParameterAveraging(every_steps={self.every_steps}{state}{outer})"
 
-    def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+    def check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+        """See `Policy.check_replicas`."""
         if total_num_replicas == 1:
             raise ValueError(
                 f"{self!r} needs a second replica to average with, and {strategy} has only one; leave it away. "

@@ -44,7 +44,8 @@ class SoftSync(base.Policy):
     def __repr__(self) -> str:
         return f"SoftSync(updates={self.updates})"
 
-    def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+    def check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+        """See `Policy.check_replicas`."""
         if self.updates > total_num_replicas:
             raise ValueError(
                 f"{self!r} wants more gradients for an update than {strategy} has workers; use updates <= "

@@ -101,7 +101,8 @@ class Warmup(base.Policy):
             return min(self._total, 1 + ended)
         return self._total if ended else 1
 
-    def _check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+    def check_replicas(self, total_num_replicas: int, strategy: str) -> None:
+        """See `Policy.check_replicas`."""
         if total_num_replicas == 1:
             raise ValueError(
                 f"{self!r} needs a second replica, which joins later, and {strategy} has only one; leave it away. "

@@ -215,8 +215,8 @@ class Transforms:
                 given, grads = trainable_variables, list(grads)
                 variables = trained_by(optimizer) if given is None else list(given)
                 known = info(optimizer, grads)
-                for places, number in (((REPLICA,), self.memory.replica), ((ARRIVAL,), 0), ((UPDATE,), 0)):
-                    grads = self.run(places, optimizer, grads, variables, replica=number, **known)
+                for place in (REPLICA, ARRIVAL, UPDATE):
+                    grads = self.run((place,), optimizer, grads, variables, replica=self.memory.replica, **known)
                 return apply(grads, given)
 
             return with_transforms

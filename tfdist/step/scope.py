@@ -35,8 +35,13 @@ def begin(strategy: tf.distribute.Strategy, call: calls.Call, alone: str) -> Non
 
     Raises:
       RuntimeError: the model has no strategy, and the call trains.
-      ValueError: see `take_over`.
+      ValueError: a replica makes the call; or see `take_over`.
     """
+    if tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            f"model.{call.kind} uses all replicas by itself: call it outside of strategy.run, or give strategy.run "
+            f"model.train_step and the like. Received: model {call.model.name!r}, within strategy.run"
+        )
     if call.strategy is strategy:
         optimizer = getattr(call.model, "optimizer", None)
         # Before Keras builds the optimizer. Calls with single batches need nothing from then on.

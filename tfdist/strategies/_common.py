@@ -146,6 +146,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         The steps of a Keras model return logs that are equal on all replicas: those of the global batch.
         """
         self.distribution.check_open()
+        self.distribution.check_function(fn)
 
         def stock(*given: Any) -> Any:
             return self._run_stock(step.function, given or args, kwargs, options)

@@ -162,6 +162,21 @@ class Distribution:
                 "strategy, and the model in its scope. Received: a call after close()"
             )
 
+    def check_function(self, function: Any) -> None:
+        """Refuses `fit` of a model of tf_keras, of whose gradients no policy and no transform would know.
+
+        Raises:
+          ValueError: the function is the train step of such a `fit`, and there are policies or transforms.
+        """
+        function = getattr(function, "python_function", function)
+        is_fit = "make_train_function" in getattr(function, "__qualname__", "")
+        given = [*self.policies, *self.transforms.list]
+        if given and is_fit and str(function.__module__).startswith("tf_keras."):
+            raise ValueError(
+                "policies and transforms are for models of Keras 3: make the model of `import keras`, or leave them "
+                f"away. Received: a model of tf_keras beside {given!r}"
+            )
+
 
 class Closing:
     """Mixed into all strategies: `close`, a `repr` that shows workers and policies, and a check of arguments' names."""

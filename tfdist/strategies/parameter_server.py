@@ -378,6 +378,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         function is waited for, and its own result returned. In a function given to `ClusterCoordinator.schedule` it
         is the stock method.
         """
+        self.distribution.check_function(fn)
         if tf.distribute.in_cross_replica_context() and coordinator.is_scheduled_traced(self):
             return super().run(fn, args, kwargs, options)
         args, kwargs = worker_function.in_tensors(args, kwargs or {})

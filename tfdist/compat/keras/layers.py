@@ -37,18 +37,22 @@ def after_making(note: Made) -> None:
 
 
 def around_build(layer: keras.Layer, make: Callable[[], contextlib.AbstractContextManager]) -> None:
-    """Enters what `make` returns around the building of this layer, and around the creation of what it declares."""
-    build = layer.build
+    """Enters what `make` returns where this layer makes variables, and around the creation of what it declares."""
+    for name in filter(functools.partial(hasattr, layer), ("build", "quantize", "enable_lora")):
+        patching.put(layer, name, _within(getattr(layer, name), make))
 
-    @functools.wraps(build)
+
+def _within(method: Callable[..., Any], make: Callable[[], contextlib.AbstractContextManager]) -> Callable[..., Any]:
+    @functools.wraps(method)
     def within(*args: Any, **kwargs: Any) -> Any:
         count = len(deferred())
         with make():
-            build(*args, **kwargs)
+            result = method(*args, **kwargs)
         for variable in deferred()[count:]:
             around_deferred(variable, make)
+        return result
 
-    patching.put(layer, "build", within)
+    return within
 
 
 def _making(original: Any) -> Any:

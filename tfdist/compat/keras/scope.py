@@ -135,14 +135,14 @@ def line_of_layer(layer: keras.Layer) -> str:
 
 
 def _at_line_of(variable: Any) -> str:
-    """Returns where the layer of a variable was made, such as " at train.py:12", or ""."""
+    """Returns where the layer of a variable was made, such as "; its layer is made at train.py:12", or ""."""
     lines = [
         (len(layer.variables), line)
         for layer, line in _lines.items()
         if line and any(each is variable for each in layer.variables)
     ]
     # Models and layers around it have more variables.
-    return f" at {min(lines)[1]}" if lines else ""
+    return f"; its layer is made at {min(lines)[1]}" if lines else ""
 
 
 def _remember_line(layer: keras.Layer) -> None:
@@ -360,6 +360,7 @@ def _applying(original: Any) -> Any:
         strategy = next(filter(_is_allowed, [own, *map(_strategy_of, variables or ())]), None)
         if strategy is None or getattr(_checked, "by", None) is strategy:
             return original(self, grads, variables)
+        check_made_in_scope(strategy, variables or optimizers.trained_by(self))
         grads = _same_on_all(self, strategy, list(grads))
         take_over(strategy, self)
         if self._distribution_strategy is not strategy:
