@@ -52,7 +52,6 @@ ENDED_BY = {
     "launchers/ssh/client.py:main": "ssh.poll()",
     "launchers/ssh/task.py:received_from": "_LOST_SECS",
     "launchers/tools.py:_first_line": "deadline",
-    "launchers/supervise/wrapping.py:_wait": "child.wait",
     "resume/preemption.py:Together._receive": "check()",
     "coordination/keepalive.py:Keepalive._run": "self._ended",
     "coordination/quorum_client.py:QuorumClient._connect": "until",
@@ -102,7 +101,6 @@ UNBOUNDED = {
     "launchers/ssh/launcher.py:check_hosts": "each probe has a timeout",
     "launchers/ssh/task.py:_run": "the task has ended; its last output is drained in a bounded time",
     "launchers/tools.py:run_until_line": "a tool like `kubectl logs -f` runs as long as the job; Ctrl-C ends it",
-    "launchers/supervise/wrapping.py:_wait": _OF_CHILD,
     "serving/task.py:_serve": "the process ends with its parent",
     "step/logs.py:MetricResults.after": "a metric's value, no future",
 }

@@ -265,7 +265,7 @@ def test_a_killed_wrapper_is_a_failure_and_its_script_ends(submit):
     run.await_files("*.0.*", 2)
     scripts = [process for process in psutil.process_iter(["environ", "cmdline"]) if _is_script(process, run)]
     victim = next(each for each in scripts if json.loads(each.environ()["TF_CONFIG"])["task"]["index"] == 1)
-    victim.parent().kill()
+    victim.parent().parent().kill()  # Behind the guard.
     victim.wait(20)
     state, code = run.end()
     assert (state, code) == ("FAILED", 137), run.lines

@@ -147,7 +147,7 @@ if name == "worker:1":
 """
     _, code, lines = launch(text, "--num_workers=3", "--quiet_workers", "--tf_log_level=error")
     assert code == 7, lines
-    expected = ["[worker:0] worker:0 2", "tfdist: the last lines of worker:1:", "[worker:1] worker:1 2"]
+    expected = ["[worker:0] worker:0 2", "tfdist: the last lines of worker:1:", "tfdist:   worker:1 2"]
     assert lines[:3] == expected
 
 
@@ -234,7 +234,8 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 open(name, "w").close()
 if name == "worker:1":
     while not os.path.exists("worker:0"): pass
-    os.kill(os.getppid(), signal.SIGKILL)
+    # The parent of its guard.
+    os.kill(int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]), signal.SIGKILL)
 while True: signal.pause()
 """
     _, code, lines = launch(text)

@@ -28,7 +28,8 @@ from tfdist.cluster import Cluster, ClusterError
 from tfdist.launchers import environment
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.supervise.notices import Notices, not_joined
-from tfdist.launchers.supervise.processes import Process, Supervisor
+from tfdist.launchers.supervise.processes import Supervisor
+from tfdist.launchers.supervise.wrapping import write_lines
 
 # The launcher sends a byte at least every `HEARTBEAT_SECS`.
 HEARTBEAT_SECS = 5.0
@@ -112,7 +113,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(signum, signal.SIG_IGN)  # Signals come from the launcher, through the connection.
     lost = threading.Event()
-    with contextlib.closing(Notices()) as notices, Supervisor(on_lines=_show) as supervisor:
+    with contextlib.closing(Notices()) as notices, Supervisor(on_lines=write_lines) as supervisor:
         task = supervisor.start("task", command, {**env, **notices.env})
 
         def listen() -> None:
@@ -136,7 +137,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         task.wait()
         code = task.returncode or 0
         if code == 0 and not notices.has_joined:
-            _show(task, _about_the_cluster(env), error=True)
+            write_lines(task, _about_the_cluster(env), error=True)
         return code if code >= 0 else 128 - code
 
 
@@ -170,13 +171,6 @@ def received_from(descriptor: int) -> Iterator[int | str]:
                 notice = None
             else:
                 notice.append(byte)
-
-
-def _show(process: Process, lines: list[str], error: bool) -> None:
-    data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(2 if error else 1, data) :]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ _POLL_PARENT_SECS = 0.5
 # The variable and folder of `notices.py`.
 _NOTICES_VARIABLE = "TFDIST_NOTICES"
 _NOTICES_FOLDER = "tfdist-notices-{}-"
+# The variable of `slurm/exits.py`: the scheduler signals the task and the guard itself, and means the task.
+_REACHES_ALL_VARIABLE = "TFDIST_SLURM_REACHES_ALL"
 _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGXFSZ", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -85,7 +87,7 @@ def _wake_on_signals() -> int:
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     for signum in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(signum, lambda *_: None)
-    for signum in (signal.SIGINT, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     return wake
 
@@ -128,6 +130,7 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
         if descriptor >= 0:
             poller.register(descriptor, select.POLLIN)
     orphaned, asked, kill_at = False, False, None
+    is_signalled_too = os.environ.get(_REACHES_ALL_VARIABLE) == "1"
     while True:
         code = _reap(task)
         if code is not None:
@@ -139,7 +142,7 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
         if kill_at is not None and time.monotonic() >= kill_at:
             _kill_group(task, signal.SIGKILL)
         readable = {fd for fd, _ in poller.poll(_timeout_ms(orphaned, parent_fd))}
-        if wake in readable and signal.SIGTERM in os.read(wake, 4096):
+        if wake in readable and signal.SIGTERM in os.read(wake, 4096) and not is_signalled_too:
             orphaned = asked = True  # Another program ends the guard itself.
         if parent_fd in readable or os.getppid() != parent:
             orphaned = True
