@@ -339,11 +339,11 @@ def longest(steps: int, agreement: Agreement, has_policy: bool) -> int:
     return tf.data.UNKNOWN_CARDINALITY if is_unknown else max(found.values())
 
 
-def check_shared(dataset: Any, options: Any) -> None:
+def check_shared(dataset: Any, options: Any, kind: str = "a data set of another AutoShardPolicy") -> None:
     """Raises ValueError for what a strategy with a policy is given and can't divide, unless it has made it itself."""
     if isinstance(dataset, DistributedDataset):
         return
-    received = f"options={options}" if options is not None else "a data set of another AutoShardPolicy"
+    received = f"options={options}" if options is not None else kind
     raise ValueError(
         "experimental_distribute_dataset: under a policy the batches of a data set are divided among the workers; "
         "leave options away and its AutoShardPolicy at AUTO or DATA, or give each worker its own with "

@@ -369,7 +369,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         is_for_predict = call is not None and call.kind == "predict"
         division = _shared_datasets.compare(dataset, self.distribution.agreement, is_for_predict, self._is_apart)
         if has_policy and division is _shared_datasets.Division.HANDED_OUT:
-            _shared_datasets.check_shared(dataset, "a job of the tf.data service, which hands out whole batches")
+            _shared_datasets.check_shared(dataset, None, "a job of the tf.data service, which hands out whole batches")
         if division in (_shared_datasets.Division.OWN, _shared_datasets.Division.HANDED_OUT):
             # Each worker's batches are as large as a global one. So each is the examples of a worker for several steps.
             dealt = splitting.deal(dataset, range(count), count).prefetch(count)
