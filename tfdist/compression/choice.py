@@ -38,7 +38,9 @@ LEAST_GAIN = 1.25
 # And save so much: shorter exchanges differ by as much from one to the next on a busy machine.
 LEAST_SAVED_SECS = 5e-3
 # Sums of each size that are measured, of which the fastest counts.
-_SUMS = 3
+_SUMS = 8
+# Of 100 Mbit/s. What takes longer beyond the latency is noise, such as a busy machine's in a sum of few values.
+_LEAST_BYTES_PER_SEC = 12.5e6
 # Steps after which an adaptive threshold and a power iteration have settled.
 _SETTLING_STEPS = 8
 _RANK = 32
@@ -77,7 +79,9 @@ def choose(
     """
     size = sum(each.shape.num_elements() for each in gradients)
     latency, plain = (_secs(lambda given=given: sum_all(given), slowest) for given in ([tf.zeros([4])], gradients))
-    secs_per_byte = max(plain - latency, 0.0) / _Counted(senders).add_sum(4 * size) if size else 0.0
+    sent_plain = _Counted(senders).add_sum(4 * size) or 1.0
+    secs_per_byte = min(max(plain - latency, 0.0) / sent_plain, 1 / _LEAST_BYTES_PER_SEC)
+    expected = latency + sent_plain * secs_per_byte
     found: list[tuple[float, Codec]] = []
     excluded: list[str] = []
     for codec in CANDIDATES:
@@ -97,7 +101,7 @@ def choose(
     if not found:
         return Choice(None, f"none: {as_it_is}{beyond}")
     secs, fastest = min(found, key=lambda each: each[0])
-    if plain < LEAST_GAIN * secs or plain - secs < LEAST_SAVED_SECS:
+    if expected < LEAST_GAIN * secs or expected - secs < LEAST_SAVED_SECS:
         return Choice(None, f"none: {as_it_is}; with the fastest codec, {fastest!r}, about {_shown(secs)}{beyond}")
     return Choice(fastest, f"{fastest!r}: {as_it_is}; with it about {_shown(secs)}{beyond}")
 
