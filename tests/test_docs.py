@@ -131,7 +131,7 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "models without `call()`; layers, optimizers and seed generators first used in a step or a custom loop": (
             *("step without call", "optimizer of its own", "seed generator", "loop, by name"),
         ),
-        '`reduction="sum"` in a loss': ("sum loss", "sum loss, eagerly", "sum loss, even parts"),
+        '`reduction="sum"` or `"none"` in a loss': ("sum loss", "sum loss, eagerly", "sum loss, even parts"),
         "batch-level logs": (*_FIT, "test_own_train_step_keeps_its_logs"),
         "train_on_batch, test_on_batch, predict_on_batch": (*_SINGLE, "test_single_batches_train_all_workers"),
         "own `train_step`, `compute_loss`": (*_OWN_STEPS, "own compute_loss"),

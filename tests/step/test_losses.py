@@ -1,51 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that a step computes itself are counted as those of one replica, while the step is traced."""
+"""Losses of a replica's step are weighted so that several replicas train as one device."""
 
 from __future__ import annotations
 
-import threading
-
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import replicas
 from tfdist.step import losses
-from tfdist.step.step import Step
 
 pytestmark = pytest.mark.devices
 
 
-class Own(keras.Sequential):
-    """A model whose step may have a loss of its own."""
-
-    def train_step(self, data):
-        return super().train_step(data)
-
-
-def test_steps_that_two_threads_trace_do_not_change_each_other_s_flag():
+def test_replicas_count_as_one_until_the_trace_ends():
     strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"])
-    models = [kind([keras.Input((3,)), keras.layers.Dense(1)]) for kind in (Own, keras.Sequential)]
-    for model in models:
-        model.compile("sgd", "mse")
-    own, other = (Step(model.train_step) for model in models)
-    is_left = threading.Event()
-
-    def trace() -> None:
-        with losses.counted_as_one(strategy, other):
-            is_left.wait(20)
-
-    thread = threading.Thread(target=trace)
-    with losses.counted_as_one(strategy, own) as has_own_loss:
-        thread.start()
-        # Long enough for the thread to set the flag, if it may.
-        thread.join(0.3)
-        assert has_own_loss
+    with losses.counted_as_one(strategy):
+        with losses.counted_as_one(strategy):
+            assert replicas.facts_of(strategy).counts_as_one_replica
         assert replicas.facts_of(strategy).counts_as_one_replica
-    is_left.set()
-    thread.join(20)
-    assert not replicas.facts_of(strategy).counts_as_one_replica
+        assert strategy.run(lambda: tf.distribute.get_strategy().num_replicas_in_sync) == 1
+    assert strategy.run(lambda: tf.distribute.get_strategy().num_replicas_in_sync) == 2
+
+
+@pytest.mark.parametrize(("reduction", "factor"), [("sum", 4.0), ("sum_over_batch_size", 1.0)])
+def test_a_part_of_a_sum_becomes_an_estimate_of_the_whole(reduction: str, factor: float):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction=reduction))
+    zeros, ones = tf.zeros([2, 1]), tf.ones([2, 1])
+    alone = float(model.compute_loss(None, zeros, ones))
+    with optimizers.patched_attributes(losses.patches(model, lambda: 0.25)):
+        assert float(model.compute_loss(None, zeros, ones)) == factor * alone
+        assert float(model.optimizer.scale_loss(tf.constant(3.0))) == 3.0
+        np.testing.assert_array_equal(model.optimizer.scale_loss(tf.ones([2])), [4.0, 4.0])
+    with optimizers.patched_attributes(losses.patches(model, lambda: 0.25, weighs_loss=True)):
+        assert float(model.optimizer.scale_loss(tf.constant(4.0))) == 1.0
+    assert float(model.compute_loss(None, zeros, ones)) == alone
 
 
 @pytest.mark.parametrize(

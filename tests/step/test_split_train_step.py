@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from halves import NUM_PARTS, Halves, X, Y, assert_close, batches, dense, made, state
-from training import build_metrics
-
-from tfdist.step.split import SplitTrainStep
 
 pytestmark = pytest.mark.devices
 
@@ -346,13 +343,3 @@ def test_summaries_in_a_step_are_said_once(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(train_step, "__self__", model, raising=False)
     Halves(model)
     assert capfd.readouterr().err.count("tf.summary in a train_step writes once for each replica") == 1
-
-
-def test_two_kinds_of_losses_are_refused() -> None:
-    x = keras.Input((3,))
-    model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in ("a", "b")})
-    model.compile("sgd", {"a": "mse", "b": keras.losses.MeanSquaredError(reduction="sum")})
-    batch = tf.constant(X[:2]), {name: tf.constant(Y[:2]) for name in ("a", "b")}
-    build_metrics(model, *batch)
-    with pytest.raises(ValueError, match="Received: both kinds"):
-        SplitTrainStep(model.train_step, NUM_PARTS)

@@ -4,13 +4,24 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import own_models
 import pytest
 import tensorflow as tf
-from training import OPTIMIZERS, X, Y, dense_model, two_ends, weighed_within_parts
+from training import (
+    OPTIMIZERS,
+    X,
+    Y,
+    assert_close,
+    assert_like_one_device,
+    dense_model,
+    two_ends,
+    weighed_within_parts,
+)
 
 import tfdist
 from tfdist.step import replicas
@@ -163,16 +174,83 @@ def test_float16_skips_updates_that_are_not_finite_on_any_replica(strategy):
         np.testing.assert_array_equal(old, new)
 
 
-def test_mixed_loss_reductions_are_refused_only_where_they_matter(strategy):
+class Steps(keras.Sequential):
+    """Takes the numbers of its loss together as it is told."""
+
+    def __init__(self, together: Callable[[Any], Any]) -> None:
+        super().__init__([keras.Input((3,)), keras.layers.Dense(1)])
+        self.together = together
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.together(self.loss(y, self(x)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+MEANS = {"mean": tf.reduce_mean, "average": tf.nn.compute_average_loss}
+
+
+def trained_by_own_step(strategy: Any, together: Callable[[Any], Any], reduction: str) -> Any:
+    keras.utils.set_random_seed(3)
     with strategy.scope():
-        model = two_ends()
-        model.compile("sgd", {"sum": keras.losses.MeanSquaredError(reduction="sum"), "kind": "mse"})
-    x = {"first": X, "second": X[:, :2]}
-    y = {"sum": Y, "kind": np.zeros((45, 4), np.float32)}
-    even = [{key: value[:40] for key, value in part.items()} for part in (x, y)]
-    model.fit(*even, batch_size=8, verbose=0)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="use one kind of reduction"):
-        model.fit(x, y, batch_size=8, verbose=0)
+        model = Steps(together)
+        model.compile(OPTIMIZERS.SGD(0.01), keras.losses.MeanSquaredError(reduction=reduction))
+    return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
+
+
+@pytest.mark.parametrize("together", MEANS.values(), ids=MEANS)
+def test_mean_of_a_loss_without_reduction_is_one(strategy, together: Callable[[Any], Any]):
+    one, many = (trained_by_own_step(s, together, "none") for s in (tf.distribute.get_strategy(), strategy))
+    assert_close(one, many)
+
+
+def test_sum_given_to_compile_is_summed_in_own_steps(strategy):
+    one, many = (trained_by_own_step(s, tf.identity, "sum") for s in (tf.distribute.get_strategy(), strategy))
+    assert_close(one, many)
+
+
+NUMBERS = {
+    "none": keras.losses.MeanSquaredError(reduction="none"),
+    "of Keras": keras.losses.Tversky(axis=(1,)),
+}
+
+
+@pytest.mark.parametrize("loss", NUMBERS.values(), ids=NUMBERS)
+def test_loss_of_any_reduction_trains_as_on_one_device(strategy, loss: Any):
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), loss=loss)
+
+
+def test_loss_of_all_examples_together_is_said_once(strategy, capfd):
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", keras.losses.Dice())
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert capfd.readouterr().err.count("computes with all of them together") == 1
+
+
+def test_a_sum_beside_a_mean_trains_as_on_one_device(strategy):
+    def trained(strategy: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = two_ends()
+            sums = keras.losses.MeanSquaredError(reduction="sum")
+            model.compile(OPTIMIZERS.SGD(0.01), {"sum": sums, "kind": "mse"})
+        x, y = {"first": X, "second": X[:, :2]}, {"sum": Y, "kind": np.zeros((45, 4), np.float32)}
+        return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
+
+    assert_close(trained(tf.distribute.get_strategy()), trained(strategy))
+
+
+def test_a_metric_that_is_no_sum_is_refused_before_it_trains(strategy):
+    with strategy.scope():
+        model = dense_model()
+        largest = own_models.Combined(lambda value, y: tf.maximum(value, tf.reduce_max(y)))
+        model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=[largest])
+    with pytest.raises(ValueError, match="which is no sum"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 0
 
 
 def test_optimizers_are_left_as_they_were(strategy):
@@ -255,7 +333,7 @@ def test_empty_parts_are_filled_only_if_the_batch_size_is_unknown(strategy, monk
     assert len(calls) <= 1
     model.predict(data.batch(4, drop_remainder=True), verbose=0)
     assert len(calls) <= 1
-    model.predict(data.batch(4), verbose=0)
+    model.fit(data.batch(4), verbose=0)
     assert len(calls) > 1
 
 

@@ -62,11 +62,6 @@ def assert_close(expected: Any, found: Any, atol: float = 1e-6) -> None:
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(b, a, atol=atol, rtol=1e-6), expected, found)
 
 
-def outputs() -> keras.Model:
-    inputs = keras.Input((3,))
-    return keras.Model(inputs, {"a": LAYERS.Dense(1)(inputs), "b": LAYERS.Dense(1)(inputs)})
-
-
 # Periods of several steps, against models that train by themselves.
 
 
@@ -271,19 +266,13 @@ class Meets(keras.Sequential):
     ("error", "message", "options"),
     [
         (NotImplementedError, r"can't ask for the others.*strategy\.reduce", {"make": lambda: dense(kind=Meets)}),
-        (
-            ValueError,
-            r"one kind of reduction",
-            {"make": outputs, "loss": {"a": "mse", "b": keras.losses.MeanSquaredError(reduction="sum")}},
-        ),
         (ValueError, r"XLA can't compile", {"jit_compile": True}),
     ],
 )
 def test_what_a_replica_alone_cannot_do_is_an_error(every_four, error, message: str, options: dict[str, Any]):
-    target = {"a": Y, "b": Y} if isinstance(options.get("loss"), dict) else Y
     model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1), metrics=[], **options)
     with pytest.raises(error, match=message):
-        model.fit(X, target, verbose=0)
+        model.fit(X, Y, verbose=0)
 
 
 def test_after_a_warmup_phase_the_replicas_train_alone(cpus):

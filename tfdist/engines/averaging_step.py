@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,6 @@ from tfdist.passes import splitting
 from tfdist.passes.shares import ReplicaPart, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import contribution, losses, one_replica, step_times
-from tfdist.step.losses import ReplicaLosses
 from tfdist.step.one_replica import copies_of
 from tfdist.step.replicas import counted_by, filled_on_devices, may_lack_examples, restored_unless
 from tfdist.step.step import Step
@@ -362,7 +362,7 @@ def step_alone(
       What each step returns.
 
     Raises:
-      ValueError: an optimizer was not built, or the losses are of two kinds.
+      ValueError: an optimizer was not built.
       NotImplementedError: the step needs the other replicas.
     """
     model = step.model
@@ -389,10 +389,11 @@ def _step(
     hand_in: Callable[[Sequence[Any], int], None],
 ) -> Any:
     count = strategy.num_replicas_in_sync
-    with losses.counted_as_one(strategy, step) as has_own_loss:
-        of_replica = ReplicaLosses(model, count, 1 if has_own_loss else count)
-        factor = of_replica.factor(part.batch, part.total, may_be_empty)
-        changed = of_replica.patches(part.batch, part.total, has_own_loss)
+    share = functools.partial(losses.share_of_batch, part.batch, part.total, count)
+    # The gradient of this replica alone, as that of the global batch.
+    factor = share() * count
+    with losses.counted_as_one(strategy):
+        changed = losses.patches(model, share) if count > 1 else []
         for optimizer in optimizers_of(model):
             changed += own_copy_patches(optimizer, factor, lambda gradients: hand_in(gradients, index))
         with patched_attributes(changed), _keeping(model, part if may_be_empty else None, index):
@@ -467,8 +468,7 @@ def _keeping(model: keras.Model, part: ReplicaPart | None, index: int) -> contex
     """Restores metrics and statistics after a step without examples; None is a part that has some."""
     if part is None:
         return contextlib.nullcontext()
-    counted = counted_by(model, losses.trackers_of_sums(model, part.total is not None))
-    variables = [*models.statistics_of(model), *counted]
+    variables = [*models.statistics_of(model), *counted_by(model)]
     return restored_unless(splitting.rows(part.batch), [one_replica.copies_of(each)[index] for each in variables])
 
 

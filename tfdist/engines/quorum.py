@@ -404,9 +404,7 @@ class QuorumStep:
         self._replica = replicas.in_sync_group(strategy, 0)
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
-        self._user_step = step
-        divisor = 1 if losses.has_own_loss(step) else count
-        self._step = SplitTrainStep(step, count, divisor, transforms=transforms.transforms_of(strategy))
+        self._step = SplitTrainStep(step, count, transforms=transforms.transforms_of(strategy))
         self._template: contribution.ReplicaContribution | None = None
         specs = [tf.data.IteratorSpec(element_spec)]
         self._contribute = self._step.settled(lambda: one_replica.trace(strategy, self._contribute_next, specs))
@@ -517,7 +515,7 @@ class QuorumStep:
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         batch, total = iterator.get_next()
-        with self._as_replica(), losses.counted_as_one(self._strategy, self._user_step):
+        with self._as_replica(), losses.counted_as_one(self._strategy):
             contribution = self._step.contribute(batch, total if tf.is_tensor(total) else None)
         # The shape of the table must not be summed.
         rows_only = [_without_shape(gradient) for gradient in contribution.gradients]

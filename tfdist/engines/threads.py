@@ -268,10 +268,8 @@ class ThreadedStep:
         self._devices: Sequence[str] = strategy.extended.worker_devices
         self._spec = element_spec
         self._is_whole = is_whole
-        self._user_step = step
-        divisor = 1 if losses.has_own_loss(step) else len(self._devices)
         transforms = gradients.transforms_of(strategy)
-        self._step = SplitTrainStep(step, len(self._devices), divisor, transforms=transforms)
+        self._step = SplitTrainStep(step, len(self._devices), transforms=transforms)
         self._template: ReplicaContribution | None = None
         # Devices of a flat contribution.
         self._homes: list[str] = []
@@ -322,7 +320,7 @@ class ThreadedStep:
             with (
                 tf.device(self._devices[replica]),
                 tf.distribute.ReplicaContext(self._strategy, replica),
-                losses.counted_as_one(self._strategy, self._user_step),
+                losses.counted_as_one(self._strategy),
             ):
                 compute = placement.followed_by_strategy(self._strategy, self._step.contribute)
                 contribution = self._template = compute(part, rows, whole)

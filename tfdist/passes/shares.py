@@ -35,28 +35,24 @@ class Shares:
       rows: examples on each replica of this worker, int64.
       total: examples on all replicas of all workers, int64.
       num_replicas: replicas on all workers.
-      holders: number of replicas whose results count, if several replicas may have one and the same batch. Then only
-        the first of them has its examples, the others are empty. None if each replica has its own part.
-      holds: of each replica of this worker, whether its results count; empty if each replica has its own part.
+      may_repeat: True if several replicas may have one and the same batch. Then only the first of them has its
+        examples, the others are empty.
     """
 
     rows: tuple[tf.Tensor, ...]
     total: tf.Tensor
     num_replicas: int
-    holders: tf.Tensor | None = None
-    holds: tuple[tf.Tensor, ...] = ()
+    may_repeat: bool = False
 
     @classmethod
-    def of(
-        cls, strategy: Any, data: Any, batches: list[Any], sum_over_workers: Sum, counts_once: bool
-    ) -> Shares | None:
+    def of(cls, strategy: Any, data: Any, batches: list[Any], sum_over_workers: Sum) -> Shares | None:
         """Returns the shares of `data`, of which this worker has `batches`; None if all are known to be equal.
 
-        If `counts_once`, a batch that several replicas were given counts once; else each of its copies does.
+        A batch that several replicas were given counts once.
         """
         if strategy.num_replicas_in_sync == 1 or _are_surely_even(strategy, data, batches):
             return None
-        if counts_once and not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data)):
+        if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data)):
             return cls._of_one_batch(strategy, batches, sum_over_workers)
         return cls.of_batches(
             batches, lambda rows: sum_over_workers([tf.add_n(rows)])[0], strategy.num_replicas_in_sync
@@ -72,7 +68,7 @@ class Shares:
         count = splitting.rows(batches[0])
         if count is None:
             return None
-        total, holders, is_first = count, tf.constant(1, tf.int64), tf.constant(True)
+        total, is_first = count, tf.constant(True)
         if replicas.has_other_workers(strategy):
             workers, index = replicas.worker_count(strategy), replicas.worker_index(strategy)
             content = inputs.content_or(strategy, batches[0], index)
@@ -80,12 +76,10 @@ class Shares:
             # By Cauchy and Schwarz, only equal numbers have this sum of their squares.
             is_same = tf.equal(sums[2] * workers, sums[1] * sums[1])
             total = tf.where(is_same, count, sums[0])
-            holders = tf.where(is_same, holders, tf.constant(workers, tf.int64))
             is_first = tf.logical_or(tf.logical_not(is_same), index == 0)
         own = tf.where(is_first, count, tf.zeros_like(count))
-        others = len(batches) - 1
-        rows, holds = (own, *[tf.zeros_like(own)] * others), (is_first, *[tf.constant(False)] * others)
-        return cls(rows, total, strategy.num_replicas_in_sync, holders, holds)
+        rows = (own, *[tf.zeros_like(own)] * (len(batches) - 1))
+        return cls(rows, total, strategy.num_replicas_in_sync, may_repeat=True)
 
     @classmethod
     def of_batches(
@@ -102,10 +96,6 @@ class Shares:
         if any(count is None for count in rows):
             return None
         return cls(tuple(rows), total_of(rows), num_replicas)
-
-    def is_even(self, replica: int) -> tf.Tensor:
-        """Returns True if a replica of this worker has exactly 1 / `num_replicas` of the batch."""
-        return tf.equal(self.rows[replica] * self.num_replicas, self.total)
 
     def of_replica(self, replica: int, dtype: tf.DType = tf.float32) -> tf.Tensor:
         """The part of the global batch, 0 to 1, that this replica of this worker has."""

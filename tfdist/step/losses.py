@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import weakref
@@ -12,15 +11,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
 from tfdist.compat.keras import models
 from tfdist.compat.tensorflow import replicas
 from tfdist.passes import splitting
-from tfdist.passes.shares import Shares
-from tfdist.step import contribution, rehearsal
-from tfdist.step.step import Step
+from tfdist.step import contribution
 
 # Losses that a line was written for; the step may be traced several times.
 _noticed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -29,36 +27,6 @@ _noticed: weakref.WeakSet[Any] = weakref.WeakSet()
 def is_sum(loss: Any) -> bool:
     """Returns True if a loss is a sum over the examples, and not a mean."""
     return getattr(loss, "reduction", "mean") in ("sum", "none", None)
-
-
-def noticed(model: Any, num_replicas: int) -> list[tuple[Any, str, Any]]:
-    """Returns patches by which a line is written for a loss that is the mean of fewer numbers than examples.
-
-    The means of the replicas are weighted by their examples, which is not the mean of all those numbers.
-
-    Args:
-      model: the model.
-      num_replicas: replicas that share a batch.
-    """
-    means = [loss for loss in models.compiled_losses(model) if hasattr(loss, "call") and not is_sum(loss)]
-    return [(loss, "call", _noticing(loss)) for loss in means if num_replicas > 1 and loss not in _noticed]
-
-
-def _noticing(loss: Any) -> Callable[..., Any]:
-    call = loss.call
-
-    def noticing(y_true: Any, y_pred: Any) -> Any:
-        found = call(y_true, y_pred)
-        if loss not in _noticed and _has_fewer(found, y_true, y_pred):
-            _noticed.add(loss)
-            _log.say(
-                f"the loss {getattr(loss, 'name', None) or type(loss).__name__!r} leaves examples out, or has "
-                "fewer numbers than examples: it is the mean of the replicas' means, and not that of one device; "
-                "return 0 for those examples, or use sample_weight"
-            )
-        return found
-
-    return noticing
 
 
 def _has_fewer(found: Any, *given: Any) -> bool:
@@ -84,274 +52,159 @@ def _masks(operation: Any, sources: set[Any]) -> bool:
     return False
 
 
-# Scaling of the losses of a user's own step, so that several replicas train as one device.
+# A loss of one number may be a mean over the examples, or not. The loss itself tells, by its values for made-up ones.
+
+_EXAMPLES = 4
+_MOST_NUMBERS = 2**24
+
+
+def _joined(*batches: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [np.concatenate(leaves) for leaves in zip(*batches, strict=True)]
+
+
+def _made_up(leaf: Any, seed: int) -> Any:
+    """Returns examples in [0, 1] like those of a tensor; None if its shape or dtype does not tell enough."""
+    if not isinstance(leaf, tf.Tensor | tf.TensorSpec) or not leaf.shape.rank:
+        return None
+    if not leaf.shape[1:].is_fully_defined() or not (leaf.dtype.is_floating or leaf.dtype.is_integer):
+        return None
+    if _EXAMPLES * (leaf.shape[1:].num_elements() or 0) > _MOST_NUMBERS:
+        return None
+    random, shape = np.random.default_rng(seed), (_EXAMPLES, *leaf.shape[1:])
+    numbers = random.integers(0, 2, shape) if leaf.dtype.is_integer else random.uniform(size=shape)
+    return numbers.astype(leaf.dtype.as_numpy_dtype)
+
+
+# The losses of a replica's step, by which several replicas train as one device.
 #
-# The loss of a batch is a mean over its examples, so several replicas' gradients are averaged. Keras divides the losses
-# that it computes itself by `num_replicas_in_sync`, and sums gradients. A loss that a step computes with
-# `tf.reduce_mean` is not divided. Under the stock strategies its gradients are too large by the number of replicas.
-#
-# Within `counted_as_one`, `strategy.num_replicas_in_sync` is 1 in replica context. So neither Keras nor
-# `tf.nn.compute_average_loss` divides, and every loss of the step is the mean over the replica's own examples. The
-# gradients are divided instead.
+# Within `counted_as_one` a replica is a single device: neither Keras nor `tf.nn.compute_average_loss` divides. So each
+# loss is the mean over the replica's own examples, and its gradient is weighted by their share of the batch. A loss
+# that is a sum is divided by this share before, which makes it an estimate of the sum over the whole batch.
 
 
 # One trace at a time sets it, whatever engine traces: two threads may fit two models.
 _TRACING = threading.RLock()
-_STEPS = ("train_step", "test_step")
-
-
-def has_own_loss(step: Step) -> bool:
-    """Returns True if a Keras step may have a loss that Keras does not divide by the number of replicas.
-
-    A loss with `reduction="sum"` is not divided on purpose: the step of such a model is left as it is.
-
-    Args:
-      step: of a model.
-    """
-    model = step.model
-    if model is None or any(is_sum(loss) for loss in models.compiled_losses(model)):
-        return False
-    if not models.compiled_losses(model) or any(_adds_losses(type(layer)) for layer in models.layers_of(model)):
-        # Keras divides losses of `add_loss` once, and a Keras loss that a layer computes for `add_loss` a second time.
-        return True
-    names = (*_STEPS, "compute_loss")
-    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names):
-        return True
-    # An instance may have a step of its own.
-    losses = models.compiled_losses(model)
-    return any(name in vars(model) for name in names) or any(_is_of_users_code(loss) for loss in losses)
 
 
 @contextlib.contextmanager
-def counted_as_one(strategy: Any, step: Step) -> Iterator[bool]:
-    """Within this block, the losses of `step` are means over a replica's own examples, if it has its own loss.
-
-    Yields:
-      True if it has its own loss; then the gradients must be divided by the number of replicas.
-    """
+def counted_as_one(strategy: Any) -> Iterator[None]:
+    """Within this block, in replica context, `strategy.num_replicas_in_sync` is 1."""
     with _TRACING:
-        facts, applies = replicas.facts_of(strategy), has_own_loss(step)
-        before, facts.counts_as_one_replica = facts.counts_as_one_replica, applies
+        facts = replicas.facts_of(strategy)
+        before, facts.counts_as_one_replica = facts.counts_as_one_replica, True
         try:
-            yield applies
+            yield
         finally:
             facts.counts_as_one_replica = before
 
 
-@functools.cache
-def _adds_losses(kind: type) -> bool:
-    """Returns True if a user's layer class calls `add_loss`."""
-    if rehearsal.is_of_keras(kind):
-        return False
-    functions = [value for base in kind.__mro__ for value in vars(base).values() if _is_of_a_user(base, value)]
-    return any("add_loss" in rehearsal.names_used_by(function) for function in functions)
+def are_sums(model: keras.Model) -> bool:
+    """Returns True if all losses given to `compile` are sums over the examples.
 
-
-def _is_of_a_user(base: type, value: Any) -> bool:
-    return base.__module__.split(".")[0] not in ("keras", "tensorflow", "builtins") and callable(value)
-
-
-def _is_of_users_code(loss: Any) -> bool:
-    """Returns True if the user's code computes a loss. It may be one number per batch, which Keras doesn't divide."""
-    if not isinstance(loss, keras.losses.Loss):
-        return False
-    return not rehearsal.is_all_of_keras(loss, getattr(loss, "fn", None))
-
-
-# Weights of each replica's gradients and losses, by which their sum is the gradient or loss of the global batch.
-#
-# A mean over a replica's examples is weighted by the replica's share of the batch; a sum is not weighted. Keras
-# divides
-# its own means by the number of replicas, except within `counted_as_one`.
-
-
-@dataclasses.dataclass(frozen=True)
-class LossWeights:
-    """The weights of one step.
-
-    Attributes:
-      model: the model.
-      shares: the replicas' shares of the batch; None if they are known to be equal.
-      num_replicas: replicas on all workers.
-      has_own_loss: True if the step's losses were not divided by the number of replicas.
+    Raises:
+      ValueError: there are losses of both kinds.
     """
-
-    model: keras.Model
-    shares: Shares | None
-    num_replicas: int
-    has_own_loss: bool
-
-    @property
-    def transform(self) -> Callable[[Sequence[Any]], list[Any]] | None:
-        """Function that weights a replica's gradients for the sum over replicas; None if the weights are 1."""
-        if self.has_own_loss:
-            return lambda gradients: [None if g is None else contribution.times(g, self._share()) for g in gradients]
-        if self.shares is None:
-            return None
-        if self._are_all_sums():
-            return functools.partial(_of_examples, self.shares)
-        weigh = _if_even if has_both_kinds(self.model) else _weighed
-        return functools.partial(weigh, self.shares)
-
-    @property
-    def unit(self) -> int:
-        """The factor from a replica's gradient to that of a device which has the replica's examples alone."""
-        return 1 if self.has_own_loss or self._are_all_sums() else self.num_replicas
-
-    def of_losses(self) -> list[tuple[Any, str, Any]]:
-        """Returns patches for `optimizers.patched_attributes` that weight losses and their metrics as on one device."""
-        shares, divisor = self.shares, 1 if self.has_own_loss else self.num_replicas
-        if shares is None:
-            return _patches(self.model, self.num_replicas, divisor, self.has_own_loss, self._share)
-        # Keras multiplies a sum by the number of replicas, so the mean over those that count is the sum over all.
-        holders = None if shares.holders is None else tf.cast(shares.holders, tf.float64)
-        # A replica whose copy of the batch does not count has no part in the mean; one without examples has.
-        counts = lambda: tf.cast(shares.holds[replicas.current()], tf.float64) if shares.holds else 1.0  # noqa: E731
-        rows = lambda: shares.rows[replicas.current()]  # noqa: E731
-        given = self._share, rows, tf.cast(shares.total, tf.float64), holders, counts
-        return _patches(self.model, self.num_replicas, divisor, self.has_own_loss, *given)
-
-    def _are_all_sums(self) -> bool:
-        return all(_are_sums(self.model) or [False])
-
-    def _share(self) -> Any:
-        return self.shares.of_this_replica() if self.shares else 1 / self.num_replicas
+    kinds = {is_sum(loss) for loss in models.compiled_losses(model)}
+    if len(kinds) > 1:
+        raise ValueError(
+            "compile(loss=...): under policies all losses must have one kind of reduction, a sum or a mean, where the "
+            "number of examples of a batch is not known; use one kind, or data of a known batch size with "
+            "batch(..., drop_remainder=True). Received: both kinds"
+        )
+    return True in kinds
 
 
-def _are_sums(model: keras.Model) -> list[bool]:
-    return [is_sum(loss) for loss in models.compiled_losses(model)]
-
-
-def has_both_kinds(model: keras.Model) -> bool:
-    """Returns True if some losses of the model are sums over the examples, and others are means."""
-    return len(set(_are_sums(model))) > 1
-
-
-def trackers_of_sums(model: keras.Model, is_total_known: bool = True) -> list[Any]:
-    """Returns the metrics of losses that are sums: a replica without examples adds a sum of 0 to their means.
-
-    Args:
-      model: the model.
-      is_total_known: False if the whole loss is weighted by the replica's examples, as the number of all is not known.
-    """
-    are_sums, single = _are_sums(model), models.trackers_of_single(model)
-    whole = [models.tracker_of(model)] if is_total_known and are_sums and all(are_sums) else []
-    return whole + [metric for metric, is_one in zip(single, are_sums, strict=False) if is_one]
-
-
-def _patches(
+def patches(
     model: keras.Model,
-    num_replicas: int,
-    divisor: int,
-    has_own_loss: bool,
     share: Callable[[], Any],
-    rows: Callable[[], tf.Tensor] | None = None,
-    total: Any = None,
-    holders: Any = None,
-    counts: Callable[[], Any] = lambda: 1.0,
     by_examples: CountedByExamples | None = None,
+    weighs_loss: bool = False,
 ) -> list[tuple[Any, str, Any]]:
     """Returns patches by which the losses of a replica, and metrics of them, count as on one device.
 
-    Keras weights each replica's loss by its examples, which is wrong for sums. It doesn't weight the losses of single
-    outputs, nor numbers that a step, or a function given as a metric, computes itself, and divides penalties by the
-    number of replicas.
-
     Args:
       model: the model.
-      num_replicas: largest number of replicas.
-      divisor: Keras' divisor of each replica's loss.
-      has_own_loss: True if the step computes losses of its own.
-      share: returns the replica's share of the batch; where it is not known, all parts count alike.
-      rows: returns the replica's number of examples; None if there are as many on each replica, or it is not known.
-      total: number of examples in all parts together, if known.
-      holders: number of replicas that count; all by default.
-      counts: returns 1 for a replica that counts, else 0.
-      by_examples: weighs numbers in place of `share`.
+      share: returns the replica's share of the batch, 0 to 1.
+      by_examples: weighs numbers that metrics are given in place of `share`.
+      weighs_loss: True to weigh the loss of Keras' own train step by `share`, instead of its gradients.
     """
-    sums = [metric for metric in model.metrics if has_own_loss and type(metric) is keras.metrics.Sum]
     weight_of = by_examples.weight_of if by_examples else lambda metric: lambda is_asked: share() if is_asked else None
-    weighing = {
-        id(metric): (metric, functools.partial(models.update_weighing, metric.update_state, weight_of(metric)))
+    # Keras has a step weigh the mean of its loss, but no number that a step or a metric's function computes.
+    sums = [metric for metric in model.metrics if type(metric) is keras.metrics.Sum]
+    changes = [
+        (metric, "update_state", functools.partial(models.update_weighing, metric.update_state, weight_of(metric)))
         for metric in sums
-    }
-    are_sums, changes = _are_sums(model), []
-    if rows is not None and are_sums:
-        holders = num_replicas if holders is None else holders
-        # The mean over replicas of the scaled sums is the total. Keras has multiplied by `divisor` already.
-        of_sum = (lambda: counts() / holders) if total is not None else None, holders / divisor
-        tracker, is_all = models.tracker_of(model), all(are_sums)
-        whole = (lambda: total * counts() / holders) if is_all and total is not None else None
-        # One for each loss, or none for a single one.
-        pairs = zip(models.trackers_of_single(model), are_sums, strict=False)
-        single: list[tuple[Any, ...]] = [
-            (metric, *(of_sum if is_one else (functools.partial(weight_of(metric), True), 1.0)))
-            for metric, is_one in pairs
-        ]
-        if not has_own_loss:
-            single.append((tracker, whole, of_sum[1] if is_all else 1.0))
-        weighing |= {id(metric): (metric, _weighing(metric, rows, *how)) for metric, *how in single}
-    if num_replicas > 1 and (rows is not None or num_replicas != divisor):
-        # Penalties are means over the replica's examples.
-        changes = [models.multiplied_losses(model, lambda: share() * divisor)] if all(are_sums or [False]) else []
-    means = [mean for mean in models.means_in(model.metrics) if num_replicas > 1 and id(mean) not in weighing]
-    changes += [models.weighed_numbers(mean, weight_of(mean)) for mean in means]
-    return [*((metric, "update_state", update) for metric, update in weighing.values()), *changes]
+    ]
+    changes += [models.weighed_numbers(mean, weight_of(mean)) for mean in models.means_in(model.metrics)]
+    of_calls = [loss for loss in models.compiled_losses(model) if hasattr(loss, "call")]
+    changes += [(loss, "call", _counted(loss, share)) for loss in of_calls]
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        changes.append((optimizer, "scale_loss", _scaling(optimizer.scale_loss, share, weighs_loss)))
+    return changes
 
 
-def _weighed(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
-    """Weights gradients of a mean over this replica's examples, which Keras has divided by the number of replicas."""
-    replica = replicas.current()
-    share = shares.of_replica(replica) * shares.num_replicas
-    # In the usual case of an even batch no gradient is copied.
-    return _chosen(shares.is_even(replica), gradients, share)
+def _counted(loss: Any, share: Callable[[], Any]) -> Callable[..., Any]:
+    call = loss.call
+
+    def counted(y_true: Any, y_pred: Any) -> Any:
+        found = call(y_true, y_pred)
+        if getattr(loss, "reduction", None) == "sum":
+            return whole(tf.convert_to_tensor(found), share)
+        if is_sum(loss):
+            return found
+        is_number = getattr(found, "shape", None) == () and loss not in _noticed
+        is_mean = not is_number or _is_mean_of_examples(call, y_true, y_pred)
+        if loss not in _noticed and (not is_mean or _has_fewer(found, y_true, y_pred)):
+            _noticed.add(loss)
+            _log.say(
+                f"the loss {getattr(loss, 'name', None) or type(loss).__name__!r} leaves examples out, has fewer "
+                "numbers than examples, or computes with all of them together: it is the mean of the replicas' means, "
+                "and not that of one device; return a number for each example, 0 for those left out"
+            )
+        return found
+
+    return counted
 
 
-def _of_examples(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
-    """Takes gradients of sums over the examples from the replicas whose examples count; the others give zeros."""
-    return _chosen(shares.rows[replicas.current()] > 0, gradients, 0.0)
+def _is_mean_of_examples(call: Callable[..., Any], *given: Any) -> bool:
+    """Returns False if a loss of one number is no mean over made-up examples; True if they don't suit it."""
+    first, second = ([_made_up(each, seed) for each in given] for seed in range(2))
+    if any(each is None for each in first):
+        return True
+    try:
+        with tf.init_scope():
+            value = lambda *batches: float(call(*map(tf.constant, _joined(*batches))))  # noqa: E731
+            one, other, twice, both = value(first), value(second), value(first, first), value(first, second)
+    except Exception:
+        return True
+    is_mean = np.isclose(both, (one + other) / 2, rtol=1e-3) and np.isclose(twice, one, rtol=1e-3)
+    return bool(is_mean or not np.isfinite(both))
 
 
-def _chosen(condition: tf.Tensor, gradients: Sequence[Any], otherwise: Any) -> list[Any]:
-    """Returns the gradients themselves if the condition holds, else multiplied by `otherwise`."""
+def _scaling(scale_loss: Callable[[Any], Any], share: Callable[[], Any], weighs_loss: bool) -> Callable[[Any], Any]:
+    def scale(loss: Any) -> Any:
+        # The numbers of a loss without a reduction, whose gradients Keras' step adds up.
+        loss = tf.convert_to_tensor(loss)
+        found = tf.convert_to_tensor(scale_loss(whole(loss, share) if loss.shape.rank else loss))
+        return found * tf.cast(share(), found.dtype) if weighs_loss else found
+
+    return scale
+
+
+def whole(part: Any, share: Callable[[], Any]) -> Any:
+    """Returns an estimate of a sum over the batch, or of its gradient, from that over a replica's part."""
+    known = share()
+    return contribution.times(part, 1 / known if isinstance(known, float) else tf.math.reciprocal_no_nan(known))
+
+
+def zeros_without(examples: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
+    """Returns a replica's gradients, or zeros if it has no examples."""
     # The rows of sparse gradients stay outside of the conditional, for `optimizers`.
     present = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
-    chosen = tf.cond(
-        condition,
-        lambda: [*map(tf.identity, present)],
-        lambda: [contribution.times(each, otherwise) for each in present],
-    )
+    chosen = tf.cond(examples > 0, lambda: [*map(tf.identity, present)], lambda: [*map(tf.zeros_like, present)])
     rest = iter([chosen] if len(present) == 1 and not isinstance(chosen, list | tuple) else chosen)
     return [None if gradient is None else _with_values(gradient, next(rest)) for gradient in gradients]
-
-
-def _if_even(shares: Shares, gradients: Sequence[Any]) -> list[Any]:
-    """Raises at an uneven batch of a model with a sum and a mean as losses: no single weight is right for both."""
-    replica = replicas.current()
-    message = (
-        "compile(loss=...): losses with reduction='sum' beside losses with a mean can't be weighed for a batch "
-        "that divides unevenly among the replicas; use one kind of reduction, or batch(..., drop_remainder=True). "
-        "Received examples, replicas:"
-    )
-    tf.debugging.Assert(shares.is_even(replica), [message, shares.total, shares.num_replicas])
-    return list(gradients)
-
-
-def _weighing(metric: Any, rows: Callable[[], Any], weight: Callable[[], Any] | None, factor: Any) -> Any:
-    """Weights a loss by `weight`, or as Keras does; losses of no examples, which may be NaN, count nothing."""
-    update_state = metric.update_state
-
-    def update(values: Any, sample_weight: Any = None) -> Any:
-        values = tf.where(rows() > 0, values, tf.zeros_like(values))
-        values = values if isinstance(factor, float) and factor == 1.0 else values * tf.cast(factor, values.dtype)
-        sample_weight = weight() if weight else sample_weight
-        return (
-            update_state(values)
-            if sample_weight is None
-            else models.update_weighed(update_state, values, sample_weight)
-        )
-
-    return update
 
 
 def _with_values(gradient: Any, values: tf.Tensor) -> Any:
@@ -375,77 +228,6 @@ def share_of_batch(batch: Any, batch_rows: tf.Tensor | None, num_replicas: int) 
     if batch_rows is None:
         return tf.where(rows > 0, tf.constant(1 / num_replicas, tf.float64), 0.0)
     return rows / tf.maximum(batch_rows, 1)
-
-
-# Patches a step of one replica so that its losses count as on one device, where no reduction follows in the step.
-#
-# Keras weights the loss of a replica by its examples, and divides losses and penalties by the number of replicas. Both
-# are wrong for losses that are sums over the examples.
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplicaLosses:
-    """The losses of a model in the step of one replica.
-
-    Attributes:
-      model: the model.
-      num_replicas: largest number of replicas.
-      divisor: Keras' divisor of each replica's loss: `num_replicas_in_sync` of the strategy.
-      are_sums: True if the losses are sums over the examples, and not means.
-
-    Raises:
-      ValueError: the model has losses of both kinds.
-    """
-
-    model: keras.Model
-    num_replicas: int
-    divisor: int
-    are_sums: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        kinds = {is_sum(loss) for loss in models.compiled_losses(self.model)}
-        if len(kinds) > 1:
-            raise ValueError(
-                "compile(loss=...): under policies all losses must have one kind of reduction, a sum or a mean, so "
-                "that a replica's gradient can be weighed. Received: both kinds"
-            )
-        object.__setattr__(self, "are_sums", True in kinds)
-
-    def factor(self, batch: Any, batch_rows: tf.Tensor | None, may_be_empty: bool) -> tf.Tensor | float:
-        """Returns the factor by which a gradient of this replica alone counts as that of the global batch.
-
-        Args:
-          batch: the replica's part.
-          batch_rows: number of examples in all parts together, if known.
-          may_be_empty: True if the part may have no examples.
-        """
-        if not self.are_sums:
-            return share_of_batch(batch, batch_rows, self.num_replicas) * self.num_replicas * self.divisor
-        rows = splitting.rows(batch)
-        has_examples = 1.0 if rows is None or not may_be_empty else tf.cast(rows > 0, tf.float32)
-        return float(self.num_replicas) * has_examples
-
-    def patches(
-        self,
-        batch: Any,
-        batch_rows: tf.Tensor | None,
-        has_own_loss: bool,
-        by_examples: CountedByExamples | None = None,
-    ) -> list[tuple[Any, str, Any]]:
-        """Returns patches by which losses, and metrics of them, count as on one device.
-
-        Args:
-          batch: the replica's part.
-          batch_rows: number of examples in all parts together, if known.
-          has_own_loss: True if the step computes losses of its own.
-          by_examples: counts numbers where `batch_rows` is not known.
-        """
-        count, rows = self.num_replicas, splitting.rows(batch)
-        share = functools.partial(share_of_batch, batch, batch_rows, count)
-        known = share, None if rows is None else lambda: rows
-        total = None if batch_rows is None else tf.cast(batch_rows, tf.float64)
-        has_own_loss &= count > 1
-        return _patches(self.model, count, self.divisor, has_own_loss, *known, total, by_examples=by_examples)
 
 
 class CountedByExamples:

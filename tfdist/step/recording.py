@@ -358,42 +358,89 @@ _EXTREMES = {"Maximum": MAXIMUM, "Minimum": MINIMUM}
 _SCATTERS = frozenset({"TensorScatterAdd", "TensorScatterSub"})
 
 
-def kind(value: tf.Tensor, start: tf.Tensor) -> str:
-    """Returns the kind of change from `start` to `value`, two tensors of one graph.
+def refuse_state(variable: Any) -> ValueError:
+    """Returns the error about a metric's variable that is no sum over the examples."""
+    return ValueError(
+        "metrics=[...]: each replica counts its own examples, and the counts are added up; update a metric's variable "
+        "as assign(variable + x), outside of conditionals, or on parameter servers with a policy as a maximum or "
+        "minimum; a variable made by add_variable(aggregation='mean') has the mean over the replicas. "
+        f"Received: variable {variable.path!r}, which is no sum"
+    )
+
+
+def check_counts(model: Any) -> list[tuple[Any, str, Any]]:
+    """Returns patches by which a step is refused whose metrics write something else than sums.
+
+    Raises:
+      ValueError: from `assign` of such a variable, while the step is traced.
+    """
+    counts = [variable for metric in model.metrics for variable in metric.variables if variable.aggregation == "sum"]
+    return [(variable, "assign", _checked(variable)) for variable in counts]
+
+
+def _checked(variable: Any) -> Callable[[Any], Any]:
+    assign_to = variable.assign
+
+    def assign(value: Any) -> Any:
+        if tf.is_symbolic_tensor(value) and value.graph is tf.compat.v1.get_default_graph():
+            static = tf.get_static_value(value)
+            is_reset = static is not None and not static.any()
+            if not is_reset and kind(value, *_values_read(variable)) != ADDITION:
+                raise refuse_state(variable)
+        return assign_to(value)
+
+    return assign
+
+
+def _values_read(variable: Any) -> list[tf.Tensor]:
+    """Returns what the graph that is being traced reads of a variable's copies."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    handles = [*_handles(variable)]
+    inside = {each.name for outside, each in graph.captures if any(outside is handle for handle in handles)}
+    reads = [each for each in graph.get_operations() if each.type == "ReadVariableOp" and each.inputs[0].name in inside]
+    return [each.outputs[0] for each in reads]
+
+
+def kind(value: tf.Tensor, *starts: tf.Tensor) -> str:
+    """Returns the kind of change from a variable's value to a new one, by tensors of one graph.
+
+    Args:
+      value: the new value.
+      *starts: `start`, the variable's value, in one or more tensors.
 
     Returns:
       ADDITION: `start + x`; MAXIMUM, MINIMUM: of `start` and `x`, where x does not depend on `start`; else OTHER.
     """
-    if value is start:
+    if any(value is start for start in starts):
         return ADDITION
-    if not depends(value, [start]):
+    if not depends(value, starts):
         return OTHER
     operation = value.op
     first, *rest = operation.inputs
     if operation.type in _COPIES:
-        return kind(first, start)
-    if operation.type in _ADDITIONS and depends(rest[0], [start]):
+        return kind(first, *starts)
+    if operation.type in _ADDITIONS and depends(rest[0], starts):
         first, rest = rest[0], [first]
-    if operation.type in _ADDITIONS | {"Sub"} | _SCATTERS and not any(depends(each, [start]) for each in rest):
-        return ADDITION if kind(first, start) == ADDITION else OTHER
+    if operation.type in _ADDITIONS | {"Sub"} | _SCATTERS and not any(depends(each, starts) for each in rest):
+        return ADDITION if kind(first, *starts) == ADDITION else OTHER
     if operation.type in _EXTREMES:
-        return _extreme(_EXTREMES[operation.type], list(operation.inputs), start)
-    if operation.type in ("SelectV2", "Select") and not depends(first, [start]):
-        kinds = {kind(each, start) for each in rest}
+        return _extreme(_EXTREMES[operation.type], list(operation.inputs), starts)
+    if operation.type in ("SelectV2", "Select") and not depends(first, starts):
+        kinds = {kind(each, *starts) for each in rest}
         return kinds.pop() if len(kinds) == 1 else OTHER
     return OTHER
 
 
-def _extreme(which: str, inputs: list[tf.Tensor], start: tf.Tensor) -> str:
-    dependent = [each for each in inputs if depends(each, [start])]
-    if len(dependent) == 1 and (_is_copy(dependent[0], start) or kind(dependent[0], start) == which):
+def _extreme(which: str, inputs: list[tf.Tensor], starts: Sequence[tf.Tensor]) -> str:
+    dependent = [each for each in inputs if depends(each, starts)]
+    if len(dependent) == 1 and (_is_copy(dependent[0], starts) or kind(dependent[0], *starts) == which):
         return which
     return OTHER
 
 
-def _is_copy(value: tf.Tensor, start: tf.Tensor) -> bool:
+def _is_copy(value: tf.Tensor, starts: Sequence[tf.Tensor]) -> bool:
     """Returns True if `value` is `start`, or `start + 0`, which is the usual read of a Keras variable."""
-    while value is not start:
+    while not any(value is start for start in starts):
         first, *rest = value.op.inputs
         zero = tf.get_static_value(rest[0]) if rest and value.op.type in _ADDITIONS else None
         if value.op.type not in _COPIES and (zero is None or zero.any()):

@@ -31,8 +31,9 @@ from tfdist.compat.keras.scope import check_made_in_scope
 from tfdist.compat.tensorflow import graphs, inputs, replicas
 from tfdist.passes import splitting
 from tfdist.passes.shares import Shares, Sum
-from tfdist.step import gradients, losses, one_replica, rehearsal, scope, step_times
+from tfdist.step import gradients, losses, one_replica, recording, rehearsal, scope, step_times
 from tfdist.step import logs as logs_of_metrics
+from tfdist.step.contribution import times
 from tfdist.step.step import Step
 
 # Set on tensors that are the same on all replicas already.
@@ -69,14 +70,11 @@ def run_step(
     parts = _local(strategy, data)
     with writes_after_inputs(parts):
         batches = [*parts.values()]
-        # No single weight of a gradient is right for sums and means: each replica counts its copy of a batch then.
-        counts_once = not losses.has_both_kinds(model)
-        given = strategy, data, batches, sum_over_workers, counts_once
-        shares = shares_of(batches) if shares_of else Shares.of(*given)
+        shares = shares_of(batches) if shares_of else Shares.of(strategy, data, batches, sum_over_workers)
         if times and shares and not shares_of and replicas.has_other_workers(strategy):
             times.start_computing(shares.total)
-        with losses.counted_as_one(strategy, step) as has_own_loss:
-            weights = losses.LossWeights(model, shares, strategy.num_replicas_in_sync, has_own_loss)
+        with losses.counted_as_one(strategy):
+            weights = _Weights(shares, strategy.num_replicas_in_sync, training and step.is_of_keras)
             weigh, finish = _before_sum(strategy, weights, batches), _after_sum(strategy, weights, batches)
             postponed = None
             if training and _updates_last(strategy, step):
@@ -87,11 +85,13 @@ def run_step(
             patches = _patches(model, postponed, weigh, sum_up, finish) if training else contextlib.nullcontext()
             told = logs_of_metrics.MetricResults([metric for metric in model.metrics if one_replica.counts(metric)])
             written = _WrittenWeights(model)
-            noticed = losses.noticed(model, strategy.num_replicas_in_sync)
+            checked = recording.check_counts(model) if strategy.num_replicas_in_sync > 1 else []
             with (
                 patches,
-                optimizers.patched_attributes([*weights.of_losses(), *told.changes(), *written.changes(), *noticed]),
-                _filled(strategy, step, data, parts, weights) as given,
+                optimizers.patched_attributes(
+                    [*weights.of_losses(model), *told.changes(), *written.changes(), *checked]
+                ),
+                _filled(strategy, step, data, parts, shares) as given,
             ):
                 logs = run(*given)
         kept = [*models.statistics_of(model), *written.found] if training else []
@@ -104,11 +104,47 @@ def _patches(model: keras.Model, postponed: Any, *given: Any) -> contextlib.Abst
     return optimizers.patched(optimizers.optimizers_of(model), *given)
 
 
-def _before_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[Any]) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """Weights of the replicas' gradients and losses, by which their sums are those of the global batch.
+
+    Attributes:
+      shares: the replicas' shares of the batch; None if they are known to be equal.
+      num_replicas: replicas on all workers.
+      weigh_loss: True for Keras' own train step: its loss is weighted, which saves a pass over the gradients.
+    """
+
+    shares: Shares | None
+    num_replicas: int
+    weigh_loss: bool
+
+    def share(self) -> Any:
+        """Returns the replica's share of the batch."""
+        return self.shares.of_this_replica() if self.shares else 1 / self.num_replicas
+
+    def unit(self) -> Any:
+        """Returns the factor from a replica's gradient to that of a device which has the replica's examples alone."""
+        if not self.weigh_loss:
+            return 1
+        return tf.math.reciprocal_no_nan(self.share()) if self.shares else self.num_replicas
+
+    def of_losses(self, model: keras.Model) -> list[tuple[Any, str, Any]]:
+        """Returns the patches of losses and their metrics."""
+        return losses.patches(model, self.share, weighs_loss=self.weigh_loss) if self.num_replicas > 1 else []
+
+    def weigh(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Weights a replica's gradients for the sum over replicas."""
+        if not self.weigh_loss:
+            return [None if each is None else times(each, self.share()) for each in given]
+        return losses.zeros_without(self.shares.rows[replicas.current()], given) if self.shares else given
+
+
+def _before_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any:
     """Returns what a replica does with its gradients before they are summed; None if they are summed as they are."""
-    transforms, weigh, shares = gradients.transforms_of(strategy), weights.transform, weights.shares
+    transforms, shares = gradients.transforms_of(strategy), weights.shares
+    is_weighed = weights.num_replicas > 1 and (shares is not None or not weights.weigh_loss)
     if not transforms.has(*gradients.ON_REPLICA):
-        return weigh and (lambda given, *_: weigh(given))
+        return (lambda given, *_: weights.weigh(given)) if is_weighed else None
 
     def on_replica(given: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
         replica = replicas.current()
@@ -117,18 +153,18 @@ def _before_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[An
             optimizer,
             given,
             variables,
-            weights.unit,
+            weights.unit(),
             is_only=False,
             counts=None if shares is None else shares.rows[replica] > 0,
             contributors=weights.num_replicas,
             examples=rows if shares is None else shares.rows[replica],
         )
-        return weigh(given) if weigh else given
+        return weights.weigh(given) if is_weighed else given
 
     return on_replica
 
 
-def _after_sum(strategy: Any, weights: losses.LossWeights, batches: Sequence[Any]) -> Any:
+def _after_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any:
     """Returns what is done with the sums of gradients before the update; None for nothing."""
     transforms, shares, count = gradients.transforms_of(strategy), weights.shares, weights.num_replicas
     if not transforms.has(gradients.UPDATE):
@@ -155,15 +191,14 @@ def _updates_last(strategy: Any, step: Step) -> bool:
     return is_one_per_worker and rehearsal.has_keras_metrics_only(step.model)
 
 
-def run_prediction(strategy: Any, run: Callable[[Any], Any], data: Any) -> Any:
-    """Runs Keras' step of `predict` on all replicas, some of which may have no examples."""
+def run_prediction(
+    strategy: Any, run: Callable[[Callable[..., Any], Any], Any], function: Callable[..., Any], data: Any
+) -> Any:
+    """Runs Keras' step of `predict` on all replicas that have examples; the others return no rows."""
     parts = _local(strategy, data)
-    if not _may_be_empty(strategy, data, [*parts.values()]):
-        return run(data)
-    rows = [splitting.rows(part) for part in parts.values()]
-    results = run(_distributed(data, filled_on_devices(parts)))
-    by_replica = [only_with_examples(*each) for each in zip(rows, _local(strategy, results).values(), strict=True)]
-    return _distributed(results, by_replica)
+    if _may_be_empty(strategy, data, [*parts.values()]):
+        function = unless_empty(function)
+    return run(function, data)
 
 
 def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
@@ -173,19 +208,17 @@ def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def _filled(
-    strategy: Any, step: Step, data: Any, parts: dict[str, Any], weights: losses.LossWeights
+    strategy: Any, step: Step, data: Any, parts: dict[str, Any], shares: Shares | None
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the step and its data with an example on every replica; counts of what does not count are removed."""
-    shares, may_be_empty = weights.shares, _may_be_empty(strategy, data, [*parts.values()])
-    if shares is None or not (may_be_empty or shares.holders is not None):
+    may_be_empty = _may_be_empty(strategy, data, [*parts.values()])
+    if shares is None or not (may_be_empty or shares.may_repeat):
         yield step.function, data
         return
     function = step.function
     if may_be_empty:
         function, data = without_terms(function, shares.rows), _distributed(data, filled_on_devices(parts))
-    counted = [
-        one_replica.copies_of(variable) for variable in counted_by(step.model, losses.trackers_of_sums(step.model))
-    ]
+    counted = [one_replica.copies_of(variable) for variable in counted_by(step.model)]
     with contextlib.ExitStack() as stack:
         for replica, rows in enumerate(shares.rows):
             stack.enter_context(restored_unless(rows, [each[replica] for each in counted]))
@@ -566,11 +599,40 @@ def first_example(part: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: _rows_up_to(leaf, 1) if _has_rows(leaf) else leaf, part)
 
 
-def only_with_examples(rows: tf.Tensor, result: Any) -> Any:
-    """Returns a replica's result, with no rows if the replica has no examples."""
-    return tf.nest.map_structure(
-        lambda leaf: _rows_up_to(leaf, tf.where(rows > 0, splitting.rows(leaf), 0)) if _has_rows(leaf) else leaf, result
-    )
+def unless_empty(predict: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step of `predict` that returns no rows for a batch of no examples, and runs no layer then.
+
+    Only if a result has another axis of unknown size, whose size the other replicas' results must have, layers run on
+    a row of zeros.
+    """
+    predict = graphs.converted(predict)
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(batch: Any) -> Any:
+        results = list[Any]()
+
+        def result_of(batch: Any) -> list[Any]:
+            results.append(predict(batch))
+            return tf.nest.flatten(results[-1], expand_composites=True)
+
+        def no_rows() -> list[Any]:
+            leaves = tf.nest.flatten(results)
+            is_known = leaves and all(
+                isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[1:].is_fully_defined() for leaf in leaves
+            )
+            if is_known:
+                return [tf.zeros([0, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
+            result = predict(filled(batch))
+            results.append(
+                tf.nest.map_structure(lambda leaf: _rows_up_to(leaf, 0) if _has_rows(leaf) else leaf, result)
+            )
+            return tf.nest.flatten(results[-1], expand_composites=True)
+
+        rows: Any = splitting.rows(batch)
+        found = tf.cond(rows > 0, lambda: result_of(batch), no_rows)
+        return tf.nest.pack_sequence_as(results[0], tf.nest.flatten(found), expand_composites=True)
+
+    return on_replica
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -623,17 +685,12 @@ def restored_unless(rows: tf.Tensor, copies: Iterable[tf.Variable]) -> Iterator[
         tf.cond(rows > 0, lambda: tf.constant(False), restore)
 
 
-def counted_by(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:
+def counted_by(model: keras.Model) -> list[Any]:
     """Returns the Keras variables in which each replica counts its own examples.
 
     Statistics of layers, which are floats, are not among them: they are averaged by the numbers of examples.
-
-    Args:
-      model: the model.
-      left_out: metrics that count right without examples, too.
     """
-    others = [metric for metric in model.metrics if not any(metric is each for each in left_out)]
-    variables = [variable for metric in others for variable in metric.variables]
+    variables = [variable for metric in model.metrics for variable in metric.variables]
     variables += [
         variable
         for variable in model.non_trainable_variables

@@ -39,7 +39,6 @@ from tfdist.step import logs as logs_of_metrics
 from tfdist.step import losses, one_replica, recording, replicas
 from tfdist.step.contribution import ReplicaContribution, RowsByShard, times
 from tfdist.step.gradients import Transforms
-from tfdist.step.losses import ReplicaLosses
 from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, apply_if, capture
 from tfdist.step.step import Step
 from tfdist.transforms import ARRIVAL
@@ -78,7 +77,6 @@ class SplitTrainStep:
     Args:
       step: a model's `train_step`.
       total_num_replicas: largest number of replicas that contribute.
-      loss_divisor: Keras' divisor of each replica's loss: `num_replicas_in_sync` of the strategy.
       is_relative: True if a contribution has the difference of each state, and not its new value: for replicas that
         begin with different values.
       can_take_maxima: True if contributions are summed by `add_up`, and a metric's variable is no sum of copies.
@@ -90,7 +88,6 @@ class SplitTrainStep:
         self,
         step: Step | Callable[..., Any],
         total_num_replicas: int,
-        loss_divisor: int = 1,
         is_relative: bool = False,
         can_take_maxima: bool = False,
         transforms: Transforms | None = None,
@@ -105,9 +102,10 @@ class SplitTrainStep:
         self._arrives_at_update = arrives_at_update
         self._findings = Findings()
         self._layout = _Layout()
-        self._losses = ReplicaLosses(self.model, total_num_replicas, loss_divisor)
         # True if all replicas are known to have equally many examples.
         self._is_even = False
+        # True if gradients are not weighted by examples: all losses are sums, and the examples of the batch not known.
+        self._are_sums = False
         # Examples of a contribution, where that is so.
         self._rows: int | None = None
         self._said: set[str] = set()
@@ -144,7 +142,7 @@ class SplitTrainStep:
         Args:
           batch: the replica's part.
           batch_rows: int64 scalar, the number of examples in all parts together, if known. Without it the metrics of
-            single losses, and of losses that are sums, differ from those of one device.
+            losses that are sums differ from those of one device.
           whole: all parts together, if known, of which a replica without examples computes with one.
 
         Raises:
@@ -165,12 +163,13 @@ class SplitTrainStep:
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
         by_examples = self._counted_by_examples(batch, batch_rows)
-        changed += self._losses.patches(batch, batch_rows, losses.has_own_loss(self._step), by_examples)
+        if self._total_num_replicas > 1:
+            share = functools.partial(losses.share_of_batch, batch, batch_rows, self._total_num_replicas)
+            changed += losses.patches(self.model, share, by_examples)
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
         if self._total_num_replicas > 1:
             changed += one_replica.without_others(self._step.name, self._total_num_replicas, self._say_once)
-            changed += losses.noticed(self.model, self._total_num_replicas)
         with optimizers.patched_attributes(changed), scope:
             models.forget_added(self.model)
             # Keras represents None as an empty Optional.
@@ -186,10 +185,10 @@ class SplitTrainStep:
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
         is_counted = rows > 0 if is_filled and rows is not None else None
-        of_sums = losses.trackers_of_sums(self.model, batch_rows is not None)
-        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight, is_counted, of_sums)
+        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight, is_counted)
         factor = weight
-        if self._losses.are_sums:
+        self._are_sums = batch_rows is None and not self._is_even and losses.are_sums(self.model)
+        if self._are_sums:
             factor = 1.0 if is_counted is None else tf.cast(is_counted, tf.float32)
         gradients = [
             gradient
@@ -198,7 +197,6 @@ class SplitTrainStep:
                 call.optimizer,
                 call.gradients(),
                 call.trained(),
-                1 if self._losses.are_sums else self._losses.divisor,
                 with_arrival=not self._arrives_at_update,
                 counts=is_counted,
                 contributors=self._total_num_replicas,
@@ -263,7 +261,6 @@ class SplitTrainStep:
         begun_with: dict[int, tf.Tensor],
         weight: Any,
         is_counted: tf.Tensor | None,
-        of_sums: Sequence[Any],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
         """Sorts writes into counts, states and maxima.
 
@@ -273,14 +270,12 @@ class SplitTrainStep:
           begun_with: values before the step by variable id.
           weight: of the replica's means.
           is_counted: whether the replica has examples, if it may have none.
-          of_sums: metrics that count right without examples, too.
         """
         counts, new_states, maxima = [], [], []
         metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
-        counted_anyway = {id(variable) for metric in of_sums for variable in metric.variables}
         for variable, value, position in writes:
             mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
-            if is_counted is not None and mode != "mean" and id(variable) not in counted_anyway:
+            if is_counted is not None and mode != "mean":
                 value = tf.where(
                     is_counted, value, tf.zeros_like(value) if mode == "count" else scope.start_of(variable)
                 )
@@ -312,12 +307,7 @@ class SplitTrainStep:
         if is_extreme and self._can_take_maxima:
             return kind
         if is_sum and self._total_num_replicas > 1:
-            raise ValueError(
-                "metrics=[...]: under policies each replica counts its own examples, and the counts are added up; "
-                "update a metric's variable as assign(variable + x), outside of conditionals, or on parameter servers "
-                "as a maximum or minimum; a variable made by add_variable(aggregation='mean') has the mean "
-                f"over the replicas. Received: variable {variable.path!r}, which is no sum"
-            )
+            raise recording.refuse_state(variable)
         return "mean"
 
     def _weight(self, batch: Any) -> tf.Tensor | float:
@@ -387,7 +377,7 @@ class SplitTrainStep:
           is_scaled: False if the scale of losses was removed.
         """
         gradients, found = iter(contribution.gradients), list[Any]()
-        is_mean = self._losses.are_sums or self._is_even
+        is_mean = self._are_sums or self._is_even
         for call in self._layout.applied:
             of = call.trained()
             found += self._transforms.run(
@@ -511,12 +501,11 @@ class SplitTrainStep:
 
         For a conditional `apply` it gives the mean over the replicas whose condition held; `applied` is their weight.
         """
-        if applied is not None and not self._losses.are_sums:
-            return tf.math.divide_no_nan(tf.cast(self._losses.divisor, tf.float64), tf.cast(applied, tf.float64))
-        if self._losses.are_sums or self._is_even:
-            count = num_contributions or tf.cast(total.replicas, tf.float64)
-            return (self._total_num_replicas if self._losses.are_sums else self._losses.divisor) / count
-        return tf.math.divide_no_nan(tf.cast(self._losses.divisor, tf.float64), tf.cast(total.weight, tf.float64))
+        if applied is not None and not self._are_sums:
+            return tf.math.reciprocal_no_nan(tf.cast(applied, tf.float64))
+        if self._are_sums or self._is_even:
+            return 1 / (num_contributions or tf.cast(total.replicas, tf.float64))
+        return tf.math.reciprocal_no_nan(tf.cast(total.weight, tf.float64))
 
     def logs(self, total: ReplicaContribution, counts: Sequence[tf.Tensor] | None = None) -> Any:
         """Returns the logs for Keras: results of the metrics so far, and the other logs of this update's batch.

@@ -123,7 +123,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """See the stock property. On a replica, in a Keras step that has a loss of its own: 1."""
+        """See the stock property. On a replica, in a Keras step: 1."""
         if replicas.facts_of(self).counts_as_one_replica:
             context = tf.distribute.get_replica_context()
             # Outside of any scope there is a context too, of another strategy.
@@ -148,8 +148,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         self.distribution.check_open()
         self.distribution.check_function(fn)
 
-        def stock(*given: Any) -> Any:
-            return self._run_stock(step.function, given or args, kwargs, options)
+        def stock() -> Any:
+            return self._run_stock(step.function, args, kwargs, options)
 
         step = Step(fn)
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
@@ -158,7 +158,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
                 return tf.nest.map_structure(mark_reduced, self._run_on_handle(step, args[0]))
             args, kwargs = tf.nest.map_structure(self._batch_of, (args, kwargs))
         if not step.is_bound or len(args) != 1 or kwargs:
-            return self._run_function(stock, step, args, kwargs)
+            return self._run_function(stock, step, args, kwargs, options)
         if not tf.executing_eagerly():
             self._build_for(step, args[0])
         times = None
@@ -237,13 +237,14 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             on_replica = models.losses_kept_by_replica(model, on_replica)
         return super().run(on_replica, args=args, kwargs=kwargs, options=options)
 
-    def _run_function(self, stock: Callable[..., Any], step: Step, args: Any, kwargs: Any) -> Any:
+    def _run_function(self, stock: Callable[..., Any], step: Step, args: Any, kwargs: Any, options: Any) -> Any:
         """Runs a function that is no train or test step of Keras, by the stock method."""
         if not tf.executing_eagerly():
             rehearsal.before(self, step.function, *self._of_first_replica((list(args), dict(kwargs or {}))))
-        if step.kind == "predict" and len(args) == 1:
+        if step.kind == "predict" and len(args) == 1 and not kwargs:
             model_parallel.check_step(self, step)
-            return run_prediction(self, stock, args[0])
+            run = lambda function, data: self._run_stock(function, (data,), options=options)  # noqa: E731
+            return run_prediction(self, run, step.function, args[0])
         with self.distribution.transforms.refused(step.function, args, kwargs):
             return stock()
 

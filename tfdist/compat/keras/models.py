@@ -30,12 +30,9 @@ NEEDS = (
     "keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn",
     "keras.src.metrics.metric:Metric._metrics",
     "keras.src.trainers.compile_utils:CompileLoss._flat_losses",
-    "keras.src.trainers.compile_utils:CompileLoss.metrics",
     "keras.src.trainers.compile_utils:CompileMetrics._user_metrics",
     "keras.src.trainers.compile_utils:CompileMetrics._user_weighted_metrics",
-    "keras.src.trainers.trainer:Trainer._loss_tracker",
     "keras.src.layers.layer:Layer._clear_losses",
-    "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._aggregate_additional_loss(loss)",
     "keras.src.layers.layer:Layer._loss_ids",
     "keras.src.layers.layer:Layer._losses",
 )
@@ -269,7 +266,7 @@ def statistics_of(model: keras.Model) -> list[Any]:
     return list(unique.values())
 
 
-# The losses and functions that a Keras model was compiled with, metrics of losses, and losses that layers have left.
+# The losses and functions that a Keras model was compiled with, and losses that layers have left.
 #
 # There is no public way: `model.loss` is the argument of `compile`, in one of a dozen forms. Keras resolves it into an
 # object that it keeps to itself, and likewise the metrics of the losses, and a metric's function.
@@ -279,16 +276,6 @@ def compiled_losses(model: keras.Model) -> list[Any]:
     """The losses given to `compile`, one for each output that has one."""
     compiled = getattr(model, "_compile_loss", None)
     return [loss.loss for loss in getattr(compiled, "_flat_losses", None) or [] if loss.loss is not None]
-
-
-def tracker_of(model: keras.Model) -> Any:
-    """The metric of the whole loss."""
-    return model._loss_tracker
-
-
-def trackers_of_single(model: keras.Model) -> list[Any]:
-    """The metrics of the single losses, in their order; none where there is only one."""
-    return [] if model._compile_loss is None else list(model._compile_loss.metrics)
 
 
 def given_metrics(model: keras.Model) -> list[Any]:
@@ -381,28 +368,9 @@ def forget_added(model: keras.Model) -> None:
 
 # The losses of a Keras model besides those given to `compile`: penalties of weights and activities, and `add_loss`.
 #
-# Keras adds them up in `Trainer._aggregate_additional_loss`, once for each, and divides them by the number of replicas.
-# The public `Model.losses` gives them undivided, and what is changed there does not reach the gradient.
-#
 # A layer keeps them in a list of its own, which the threads of several replicas share. Replicas meet in `merge_call`,
 # such as in `optimizer.apply` or a synchronized BatchNormalization. Then a replica would read the losses of the last
 # one.
-
-
-def multiplied_losses(model: Any, factor: Callable[[], Any]) -> tuple[Any, str, Any]:
-    """An attribute that has each of these losses multiplied, as (object, name, value).
-
-    Args:
-      model: a Keras model.
-      factor: called in replica context for each loss; where it is 0, a loss that is NaN becomes 0.
-    """
-    aggregate = model._aggregate_additional_loss
-
-    def aggregate_multiplied(loss: Any) -> tf.Tensor:
-        total = aggregate(loss)
-        return tf.math.multiply_no_nan(total, tf.cast(factor(), total.dtype))
-
-    return model, "_aggregate_additional_loss", aggregate_multiplied
 
 
 def losses_kept_by_replica(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ class StrategyFacts:
       trains_without_run: True if a loop without `strategy.run` may train its models.
       sum_over_workers: adds up tensors of all workers in such a loop; None if there are no others.
       adopts_seed_generators: True if seed generators that its replicas draw from get variables in its scope.
-      counts_as_one_replica: True while a step with a loss of its own is traced: `num_replicas_in_sync` is 1 there.
+      counts_as_one_replica: True while a Keras step is traced: `num_replicas_in_sync` is 1 there.
       is_single_batch: variable that is True during a `train_on_batch` or `test_on_batch`.
       rehearsed: keys of the steps whose variables were created, by the step's first layer.
     """
