@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist.telemetry.update_log import EventKind, Header, LocalFiles, segments
-from tfdist.telemetry.update_log.columns import Contributions, Events, Updates
-from tfdist.telemetry.update_log.writer import Store
+from tfdist.telemetry.update_log import Contributions, EventKind, Header, LogWriter, Updates
 
 
 def write(
@@ -20,8 +19,8 @@ def write(
     seed: int = 0,
     job: str = "job",
     origin_secs: float = 1.7e9,
-    is_finished: bool = True,
     slow: float = 1.3,
+    scalars: Sequence[tuple[str, int, float, float]] = (),
 ) -> None:
     """Writes the log of a synchronous training with backup workers.
 
@@ -31,29 +30,19 @@ def write(
     names = tuple(f"worker:{worker}" for worker in range(workers))
     policies = (f"BackupWorkers(spares={spares})",)
     header = Header(job, "chief:0", names, "ParameterServerStrategy", policies, origin_secs, simulated=True)
-    store = Store.begin(str(directory), header, LocalFiles(), 2**62)
+    log = LogWriter(str(directory), header, flush_secs=3600.0, max_contributions=2**62)
     columns, gradients = _train(workers, updates, spares, np.random.default_rng(seed), slow)
-    size = min(segments.MAX_UPDATES, segments.MAX_CONTRIBUTIONS // (workers + spares))
-    offsets = columns.offsets
-    for first in range(0, updates, size):
-        rows = slice(first, min(first + size, updates))
-        part = gradients[offsets[rows.start] : offsets[rows.stop]]
-        store.append(segments.Detail(first, columns[rows], part, _events(columns, rows)))
-        store._finish()
-    if is_finished:
-        store.tidy()
-
-
-def _events(columns: Updates, rows: slice) -> Events:
-    half = len(columns) // 2
-    found = [(half, EventKind.LOST, "worker:1 was lost"), (half + 100, EventKind.RETURNED, "worker:1 is back")]
-    here = [each for each in found if rows.start <= each[0] < rows.stop]
-    return Events.of(
-        event_time=[columns.time[row] for row, _, _ in here],
-        event_worker=[1] * len(here),
-        event_kind=[kind for _, kind, _ in here],
-        event_text=[text for _, _, text in here],
-    )
+    log.add_columns(columns, gradients)
+    half = updates // 2
+    for row, kind, text in (
+        (half, EventKind.LOST, "worker:1 was lost"),
+        (half + 100, EventKind.RETURNED, "worker:1 is back"),
+    ):
+        if row < updates:
+            log.event(kind, text, 1, float(columns.time[row]))
+    for each in scalars:
+        log.scalar(*each)
+    log.close()
 
 
 def _train(
@@ -110,6 +99,7 @@ def _train(
         examples=np.full(updates, 32 * needed),
         phase=np.zeros(updates),
         count=counts,
+        reduce=np.zeros(updates),
     )
     gradients = Contributions.of(
         worker=worker,
@@ -119,5 +109,6 @@ def _train(
         staleness=staleness,
         weight=outcome == 0,
         held=held,
+        input=np.zeros(len(held)),
     )
     return columns, gradients

@@ -75,6 +75,7 @@ def columns(num_updates: int, workers: int, seed: int = 0) -> tuple[Updates, Con
         examples=np.full(num_updates, 32 * workers),
         phase=np.zeros(num_updates),
         count=np.full(num_updates, workers),
+        reduce=np.zeros(num_updates),
     )
     outcome = random.random(total) < 0.1
     contributions = Contributions.of(
@@ -85,5 +86,6 @@ def columns(num_updates: int, workers: int, seed: int = 0) -> tuple[Updates, Con
         staleness=random.integers(0, 3, total),
         weight=1.0 - outcome,
         held=random.random(total) / 100,
+        input=np.zeros(total),
     )
     return updates, contributions

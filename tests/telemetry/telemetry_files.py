@@ -32,7 +32,7 @@ def documented() -> list[Tag]:
 
 
 def event_files(log_dir: pathlib.Path) -> list[pathlib.Path]:
-    """All event files of Telemetry below a directory, also those that TensorBoard doesn't list; as they were made."""
+    """All event files of Telemetry below a directory, as they were made."""
 
     def by_numbers(path: pathlib.Path) -> list[str | int]:
         # The last number in a name counts the files of a process: 10 comes after 9.

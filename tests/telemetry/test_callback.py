@@ -18,7 +18,7 @@ import tensorflow as tf
 from waiting import Clock
 
 import tfdist
-from tfdist.policies.base import Update
+from tfdist.policies import Contribution, Outcome, Update
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.update_log import EventKind, read_logs
 
@@ -44,18 +44,20 @@ class Engine(keras.callbacks.Callback):
         if self.recorder is not None:
             # Worker 1 is late every other time.
             late = batch % 2
-            self.recorder.record(
-                Update(
-                    step=0,
-                    contributors=(0, 2) if late else (0, 1),
-                    dropped=(1,) if late else (),
-                    staleness=(0, 0),
-                    wait_secs=0.5,
-                    spread_secs=0.25,
-                    changes=(),
-                ),
-                self.examples,
+            first, last = Contribution(0, 9.0, 9.25), Contribution(2 if late else 1, 9.0, 9.5)
+            dropped = (Contribution(1, 9.0, 9.5, Outcome.DROPPED),) if late else ()
+            update = Update(
+                step=0,
+                contributors=(0, last.replica),
+                dropped=(1,) if late else (),
+                staleness=(0, 0),
+                wait_secs=0.5,
+                spread_secs=0.25,
+                changes=(),
+                contributions=(*dropped, first, last),
+                time=10.0,
             )
+            self.recorder.record(update, self.examples)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         self.clock.now += 1000.0

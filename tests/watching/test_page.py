@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 
@@ -24,38 +22,21 @@ pytestmark = [
     pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.NO_CHROMIUM),
 ]
 HOSTILE = "<img src=x onerror=document.title='hit'>"
-# By run: bytes sent and received per second, at seconds 60, 120 and 180.
+# By task: bytes sent and received per second, at seconds 60, 120 and 180.
 BYTES = {
-    "": ([4e3, 5e3, 6e3], [1e3, 1e3, 2e3]),
-    "ps/ps_0": ([9e3, 8e3, 9e3], [7e3, 6e3, 5e3]),
-    "workers/worker_00": ([2e3, 2e3, 2e3], [3e3, 3e3, 3e3]),
-    "workers/worker_03": ([500.0, 0.0, 800.0], [100.0, 200.0, 300.0]),
+    "chief:0": ([4e3, 5e3, 6e3], [1e3, 1e3, 2e3]),
+    "ps:0": ([9e3, 8e3, 9e3], [7e3, 6e3, 5e3]),
+    "worker:0": ([2e3, 2e3, 2e3], [3e3, 3e3, 3e3]),
+    "worker:3": ([500.0, 0.0, 800.0], [100.0, 200.0, 300.0]),
 }
-NAMES = {"": "chief:0", "ps/ps_0": "ps:0", "workers/worker_00": "worker:0", "workers/worker_03": "worker:3"}
-ORIGIN = 1.7e9
+SCALARS = [
+    (f"{direction}/{task}", 50 * number, rate, 60.0 * (number + 1))
+    for task, pair in BYTES.items()
+    for direction, rates in zip(("sent", "received"), pair, strict=True)
+    for number, rate in enumerate(rates)
+] + [(f"loss/{run}", 50 * number, 1 / number, 60.0 * number) for run in ("train", "validation") for number in (1, 2)]
 # Height of the time axis and the labels of events, above the lanes.
 AXIS = 38
-# Telemetry's own writer imports TensorFlow, which the tests of this file do without.
-_WRITE = """
-import json, sys, time
-from tfdist.coordination.usage import Usage
-from tfdist.telemetry import session, summaries
-directory, origin, found = sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3])
-writers = session.EventWriters(directory, warn=sys.exit)
-for run, (sent, received) in found.items():
-    now = Usage(0, 0, 0.0, 1, 0.0)
-    for number, rates in enumerate(zip(sent, received)):
-        last, (more_sent, more_received) = now, (int(60 * rate) for rate in rates)
-        now = Usage(last.bytes_sent + more_sent, last.bytes_received + more_received, 0.0, 1, 0.0)
-        moment = origin + 60 * (number + 1)
-        session.time.time = lambda moment=moment: moment
-        writers.add(run, 50 * number, lambda given=(last, now, 60.0): summaries.process(*given))
-for run in ("train", "validation"):
-    for number in (1, 2):
-        session.time.time = lambda: origin + 60 * number
-        writers.add(run, 50 * number, lambda value=1 / number: [summaries.scalar("logs/loss", value)])
-writers.close()
-"""
 SHOWN = "document.querySelector('main').dataset.state === 'ready'"
 
 
@@ -63,10 +44,8 @@ SHOWN = "document.querySelector('main').dataset.state === 'ready'"
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     directory = tmp_path_factory.mktemp("logs")
     cluster_log.write(directory / HOSTILE / "updates", workers=2, updates=30, job=HOSTILE, origin_secs=1.6e9)
-    cluster_log.write(directory / "run1" / "policy" / "updates", workers=4, updates=2000)
-    program = [sys.executable, "-c", _WRITE, str(directory / "run1"), str(ORIGIN), json.dumps(BYTES)]
-    subprocess.run(program, check=True, timeout=120)
-    damaged = directory / "run1" / "policy" / "updates" / "detail-0000000999.npz"
+    cluster_log.write(directory / "run1" / "policy" / "updates", workers=4, updates=2000, scalars=SCALARS)
+    damaged = directory / "run1" / "policy" / "updates" / "0000000999.npz"
     damaged.write_bytes(b"half a file")
     return directory
 
@@ -205,17 +184,17 @@ def test_bytes_are_equal_in_files_route_and_figure(page, server):
     times = [60.0, 120.0, 180.0]
     steps = [0, 50, 100]
     expected = {
-        (run, direction): [list(row) for row in zip(times, steps, rates, strict=True)]
-        for run, pair in BYTES.items()
+        (task, direction): [list(row) for row in zip(times, steps, rates, strict=True)]
+        for task, pair in BYTES.items()
         for direction, rates in zip(("sent", "received"), pair, strict=True)
     }
-    assert {(each["run"], each["direction"]): each["points"] for each in series} == expected
+    assert {(each["name"], each["direction"]): each["points"] for each in series} == expected
     drawn = page.value(
         "Object.fromEntries([...document.querySelectorAll('#bytes > svg path')].map(p => [p.dataset.name, "
         "p.getAttribute('d')]))"
     )
     legend = page.value("[...document.querySelectorAll('#bytes .legend li')].map(e => e.textContent)")
-    lines = {f"{NAMES[run]} {direction}": rows for (run, direction), rows in expected.items()}
+    lines = {f"{task} {direction}": rows for (task, direction), rows in expected.items()}
     assert set(legend) == set(drawn) == set(lines)
     for name, rows in lines.items():
         places = re.findall(r"[ML]([\d.]+),([\d.]+)", drawn[name])
@@ -322,7 +301,7 @@ def test_hostile_names_are_shown_as_text_and_damaged_files_named(page):
     assert page.value("document.querySelector('.advice').hidden")
     assert page.value("document.images.length") == 0
     assert page.value("document.title") != "hit"
-    assert "detail-0000000999.npz" in page.value("document.querySelector('#notes').textContent")
+    assert "0000000999.npz" in page.value("document.querySelector('#notes').textContent")
     assert [each for each in page.errors if "favicon" not in each] == []
 
 

@@ -205,9 +205,9 @@ def test_hostile_names_are_passed_on_as_data(tmp_path, name):
 def test_page_says_what_it_sees_in_empty_damaged_and_unfinished_directories(tmp_path):
     assert Site(tmp_path / "nowhere").json("/jobs")["jobs"] == []
     assert not Site(tmp_path).plugin.is_active()
-    assert "without --logdir" in Site("").json("/jobs", code=400)["error"]
+    assert "start TensorBoard with --logdir" in Site("").json("/jobs", code=400)["error"]
     directory = tmp_path / "run" / "updates"
-    cluster_log.write(directory, workers=2, updates=10, is_finished=False)
+    cluster_log.write(directory, workers=2, updates=10)
     (segment,) = directory.glob("*.npz")
     whole = segment.read_bytes()
     segment.write_bytes(whole[:100])

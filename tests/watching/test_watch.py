@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from tfdist import cli
-from tfdist.telemetry.update_log import Contributions, EventKind, Events, Groups, Header, Timeline, Updates, read_logs
+from tfdist.telemetry.update_log import Contributions, EventKind, Events, Header, Scalars, Timeline, Updates, read_logs
 from tfdist.watching.watch import Watched
 
 ENTERS, LEAVES, SHOWS_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
@@ -147,21 +147,22 @@ def timeline(events: list[tuple] = (), silent: float = 0.0) -> Timeline:
                 ("staleness", 0),
                 ("weight", 1),
                 ("held", 0),
+                ("input", 0),
             )
         },
     )
-    columns = zip(*events, strict=True) if events else ([], [], [], [])
-    noted = Events.of(**dict(zip(("event_time", "event_worker", "event_kind", "event_text"), columns, strict=True)))
+    noted = Events.of_rows([(*event, 0.0) for event in events])
     headers = {"run1/policy/updates": Header("job", "chief:0", names, "S", ("P()",), time.time() - count - 5)}
     return Timeline(
         job="job",
         headers=headers,
         workers=names,
         origin_secs=headers["run1/policy/updates"].origin_secs,
-        groups=Groups.empty(3),
+        left_out=0,
         updates=updates,
         contributions=gradients,
         events=noted,
+        scalars=Scalars.of_rows([]),
     )
 
 

@@ -211,14 +211,16 @@ def write_log(result: Result, log_dir: str) -> str:
         simulated=True,
     )
     problems: list[str] = []
-    pending = 0
+    pending, records = 0, []
     writer = update_log.LogWriter(str(pathlib.Path(log_dir) / "updates"), header, warn=problems.append)
     for row in update_rows(result, result.examples_per_gradient):
-        writer.add(update_log.UpdateRecord(*row))
+        records.append(update_log.UpdateRecord(*row))
         pending += len(row[-1])
         if pending > _FLUSH_GRADIENTS:
+            writer.add(*records)
             writer.flush()
-            pending = 0
+            pending, records = 0, []
+    writer.add(*records)
     for time, replica, is_back in result.losses:
         lost_or_back = update_log.EventKind.RETURNED if is_back else update_log.EventKind.LOST
         writer.event(lost_or_back, worker=replica, time=time)

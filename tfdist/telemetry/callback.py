@@ -2,27 +2,26 @@
 """Keras callback that writes measurements of a training to TensorBoard, and its update log.
 
 Keras' thread                 a point every `update_freq` batches: copies counts, swaps histograms
-threads of the engines        each update: `Recorder.record`, which hands it to the `LogSink`
+threads of the engines        each update: `Recorder.record`, which hands columns of them to the `Session`
 thread of `EventWriters`      makes protos, samples processes, writes event files
 thread of `LogWriter`         writes segments of the update log
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
 
 from tfdist import _checks
 from tfdist.compat.keras import calls
 from tfdist.compat.keras.fit import EpochIterator
-from tfdist.policies.records import Contribution, Outcome
-from tfdist.telemetry import summaries
+from tfdist.policies.records import Outcome
 from tfdist.telemetry.recorder import Recorder
-from tfdist.telemetry.session import Session
+from tfdist.telemetry.session import Session, equal_steps
 from tfdist.telemetry.update_log import EventKind
 
 # So often, at least, `tfdist watch` has something new, and a graph does not run out of room for times.
@@ -36,17 +35,16 @@ class Telemetry(keras.callbacks.Callback):
 
     TensorBoard lists three runs: `log_dir` itself has the values of the job, `train` and `validation` have the logs.
     Points are at `optimizer.iterations`. Each worker is shown by the page and by `tfdist watch`. They read the update
-    log (docs/update_log.md) in `policy/updates`, and the counters of processes in `workers/worker_03` and `ps/ps_0`.
+    log (docs/update_log.md) in `policy/updates`.
 
-    On several workers, each needs the callback, and writes its own directory: `log_dir` is a shared path, one of an
-    object store, or a path of each machine. All is written by threads, every few seconds; an error of the disk is one
-    warning.
+    On several workers, each needs the callback, and the chief writes. All is written by threads, every few seconds; an
+    error of the disk is one warning.
 
     Args:
       log_dir: the log directory of TensorBoard, or a directory in it. Another training needs another one.
       update_freq: number of batches between two points; no value is read in between.
-      update_log: True to write the update log.
-      max_contributions: gradients that the update log keeps one by one; older updates are aggregated.
+      update_log: True to write the update log. It needs a path of a file system.
+      max_contributions: gradients that the update log keeps; beyond it, the oldest are removed.
 
     Raises:
       ValueError: an argument is invalid. When training begins: the model belongs to no tfdist strategy.
@@ -70,7 +68,8 @@ class Telemetry(keras.callbacks.Callback):
         self._clock = time.monotonic
         self._session: Session | None = None
         self._recorder = Recorder([])
-        self._last: summaries.Moment | None = None
+        self._is_training = False
+        self._last: _Moment | None = None
         self._batches = self._batches_before = 0
         self._iterations_before = self._updates_before = 0
         self._execution_began = 0.0
@@ -81,17 +80,19 @@ class Telemetry(keras.callbacks.Callback):
         self._collected_at = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the files."""
+        """Opens the files, on the chief."""
         strategy = self.model.distribute_strategy
         self._recorder = _recorder(strategy)
         # A loop of the user's own that has raised has left its files open.
-        self._close(summaries.RUNNING)
+        self._close()
         self._last, self._batches, self._evaluated_secs, self._evaluated_for = None, 0, 0.0, None
         self._collect()
         self._batch_size, self._accumulated = _batch_size(self.model), _accumulated(self.model)
-        self._recorder.take_times()
-        hparams, size = _hparams(self.model, self._batch_size), self._batch_size
-        self._session = Session(strategy, self._directory, self._max_contributions, size, hparams)
+        self._is_training = True
+        own = strategy.distribution.replicas
+        if own is None or 0 in own:
+            hparams, size = _hparams(self.model, self._batch_size), self._batch_size
+            self._session = Session(strategy, self._directory, self._max_contributions, size, hparams)
         call = calls.current()
         if call is not None and call.model is self.model:
             call.ends.append(self._raised)
@@ -103,14 +104,14 @@ class Telemetry(keras.callbacks.Callback):
         self._batches_before, self._last_batch = self._batches, -1
         self._collect()
         self._updates_before = self._recorder.updates
-        if self._session is not None:
-            sink = self._session.sink
+        session = self._session
+        if session is not None:
             is_new = not (self._updates_before or self._recorder.has_steps)
             is_resumed = bool(self._iterations_before) and not self._batches and is_new
-            self._session.begin_log(is_resumed)
-            sink.begin(self._iterations_before, self._updates_before, self._accumulated)
+            session.begin_log(is_resumed)
+            session.begin_epoch(self._iterations_before, self._updates_before, self._accumulated)
             if is_resumed:
-                sink.event(EventKind.RESUMED, f"training continues at iteration {self._iterations_before}")
+                session.event(EventKind.RESUMED, f"training continues at iteration {self._iterations_before}")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Notes the time at which a step begins."""
@@ -118,39 +119,38 @@ class Telemetry(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes the step, and writes a point if enough batches have passed."""
-        session = self._session
-        if session is None:
+        if not self._is_training:
             return
         self._batches = self._batches_before + batch + 1
-        if session.times_steps:
-            self._note_steps(session, batch)
+        distribution = self._distribution()
+        if distribution.is_warming() and distribution.serving is None:
+            self._note_steps(batch)
         self._last_batch = batch
-        if self._last is None:
+        if self._session is not None and self._last is None:
             # The first batch includes the building of the graph.
-            self._last = self._now()
-            self._recorder.take_times()
-        elif self._batches - self._last.batches >= self._update_freq:
-            self._write(session, self._last)
+            self._last = self._now(self._session)
+            self._recorder.take()
+        elif self._session is not None and self._last and self._batches - self._last.batches >= self._update_freq:
+            self._write(self._session, self._last)
         elif time.monotonic() - self._collected_at > _COLLECT_SECS:
             self._collect()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Writes the logs of the epoch, on the chief."""
         self._collect()
-        if self._session is None or not self._session.is_chief:
+        if self._session is None:
             return
         iteration = self._iteration(self._batches, self._recorder.updates)
-        found: dict[str, list[Any]] = {"train": [], "validation": []}
+        found: dict[str, dict[str, float]] = {"train": {}, "validation": {}}
         for name, value in (logs or {}).items():
             run, tag = ("validation", name[4:]) if name.startswith("val_") else ("train", name)
             if isinstance(value, int | float):
-                found[run].append(summaries.scalar(f"logs/{tag}", value))
+                found[run][f"logs/{tag}"] = value
         if self._evaluated_for is not None:
-            found["validation"].append(summaries.scalar("speed/evaluation_secs", self._evaluated_for))
+            found["validation"]["speed/evaluation_secs"] = self._evaluated_for
             self._evaluated_for = None
         for run, values in found.items():
-            if values:
-                self._session.events.add(run, iteration, lambda values=values: values)
+            self._session.write_logs(iteration, run, values)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Stops the measured time."""
@@ -158,72 +158,62 @@ class Telemetry(keras.callbacks.Callback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """Continues the measured time."""
-        self._evaluated_for = self._clock() - self._evaluation_began
-        self._evaluated_secs += self._evaluated_for
+        secs = self._evaluated_for = self._clock() - self._evaluation_began
+        self._evaluated_secs += secs
         if self._session is not None:
-            self._session.validated(time.monotonic() - self._evaluated_for, self._evaluated_for)
+            self._session.span(EventKind.VALIDATION, f"validation, {secs:.3g} s", time.monotonic() - secs, secs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the last point and closes the files."""
         if self._session is not None and self._last is not None and self._batches > self._last.batches:
             self._write(self._session, self._last)
         self._collect()
-        self._close(summaries.SUCCESS, "finished")
+        self._close("finished", is_success=True)
 
     def flush(self) -> None:
         """Writes what there is so far; waits for the disk."""
         if self._session is not None:
             self._session.flush()
 
-    def _note_steps(self, session: Session, batch: int) -> None:
-        """Notes the steps of an execution that no engine times, with equal times."""
+    def _note_steps(self, batch: int) -> None:
+        """Notes the steps of an execution that no engine times: those of an engine of a warmup phase."""
         count = batch - self._last_batch
-        if count < 1:
+        own, taking_part = self._distribution().replicas, self.model.distribute_strategy.replicas_to_aggregate
+        replicas = [each for each in (range(taking_part) if own is None else own) if each < taking_part]
+        if count < 1 or not replicas:
             return
-        end = time.monotonic()
-        secs = (end - self._execution_began) / count
-        iteration = self._iteration(self._batches, self._recorder.updates)
-        for index in range(count):
-            start = self._execution_began + index * secs
-            gradients = tuple(
-                Contribution(replica, start, start + secs, Outcome.ACCEPTED, 0, 1.0, 0.0)
-                for replica in session.replicas_in_step()
-            )
-            if gradients:
-                self._recorder.add_step(gradients, start + secs)
-                step = iteration - (count - 1 - index) // self._accumulated
-                session.sink.step(step, self._batch_size, gradients)
+        last = self._iteration(self._batches, self._recorder.updates)
+        iterations = [last - left // self._accumulated for left in reversed(range(count))]
+        given = self._execution_began, time.monotonic(), iterations, replicas, self._batch_size
+        updates, rows = equal_steps(*given)
+        self._recorder.add_times(updates, rows)
+        if self._session is not None:
+            self._session.write_updates(updates, rows)
 
     def _collect(self) -> None:
         """Makes the strategy record the steps whose times are kept in the graph."""
         self._collected_at = time.monotonic()
         self._distribution().collect()
+        self._recorder.flush()
 
     def _distribution(self) -> Any:
         return self.model.distribute_strategy.distribution
 
-    def _now(self) -> summaries.Moment:
+    def _now(self, session: Session) -> _Moment:
         self._collect()
-        counted = self._session.counted_bytes() if self._session is not None else ()
-        return summaries.Moment(self._clock() - self._evaluated_secs, self._batches, self._recorder.sums(), counted)
+        return _Moment(self._clock() - self._evaluated_secs, self._batches, session.counted_bytes())
 
-    def _write(self, session: Session, last: summaries.Moment) -> None:
-        if not session.is_chief:
-            # The chief writes the values of the job, and so nothing is added up here.
-            self._collect()
-            self._last = dataclasses.replace(last, batches=self._batches)
-            session.add_usage(self._iteration(self._batches, self._recorder.updates))
-            return
-        now = self._last = self._now()
-        sums, secs, batches = now.sums.since(last.sums), now.secs - last.secs, now.batches - last.batches
-        updates, examples = sums.updates / self._accumulated, float(sums.examples)
-        if not self._recorder.is_complete:
-            updates, examples = batches // self._accumulated, batches * self._batch_size
+    def _write(self, session: Session, last: _Moment) -> None:
+        now = self._last = self._now(session)
+        tally, secs, batches = self._recorder.take(), now.secs - last.secs, now.batches - last.batches
+        if self._recorder.is_complete:
+            updates = tally.updates / self._accumulated
+            examples = tally.examples or session.examples(int(tally.counts[Outcome.ACCEPTED].sum()))
         else:
-            examples = examples or session.examples(sum(sums.accepted))
-        iteration = self._iteration(now.batches, now.sums.updates)
+            updates, examples = batches // self._accumulated, batches * self._batch_size
+        iteration = self._iteration(now.batches, self._recorder.updates)
         counted = [(after - before) / max(1, updates) for after, before in zip(now.counted, last.counted, strict=False)]
-        session.write(iteration, secs, updates, examples, sums, self._recorder.take_times(), counted)
+        session.write(iteration, secs, updates, float(examples), tally, counted)
 
     def _iteration(self, batches: int, recorded: int) -> int:
         """Computes `optimizer.iterations` from the counts; reading it would wait for steps under a parameter server."""
@@ -234,12 +224,27 @@ class Telemetry(keras.callbacks.Callback):
 
     def _raised(self, error: BaseException) -> None:
         """Closes the files of a training that has raised: Keras calls `on_train_end` only without an error."""
-        self._close(summaries.RUNNING, f"ended by {type(error).__name__}")
+        self._close(f"ended by {type(error).__name__}")
 
-    def _close(self, status: int, ended: str = "") -> None:
+    def _close(self, ended: str = "", is_success: bool = False) -> None:
+        self._is_training = False
         if self._session is not None:
-            self._session.close(status, ended)
+            self._session.close(ended, is_success)
             self._session = None
+
+
+class _Moment(NamedTuple):
+    """Counts between two batches of a training.
+
+    Attributes:
+      secs: time, without that of evaluations.
+      batches: batches of Keras' loop.
+      counted: bytes that each worker has sent, where tfdist counts them.
+    """
+
+    secs: float
+    batches: int
+    counted: Sequence[int]
 
 
 def _recorder(strategy: Any) -> Recorder:

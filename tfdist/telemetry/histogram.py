@@ -25,7 +25,7 @@ _SPAN = _MOST - _ZERO + 1
 
 
 class Histogram:
-    """Counts of values of 0 or more; `add` takes constant time. Not thread-safe.
+    """Counts of values of 0 or more. Not thread-safe.
 
     Attributes:
       count: number of values.
@@ -43,27 +43,8 @@ class Histogram:
         self.least = math.inf
         self.most = 0.0
 
-    def add(self, value: float) -> None:
-        """Adds a value."""
-        # Each gradient adds three values, most of them 0. min and max would be called.
-        if value > LEAST:
-            bucket = math.ceil(math.log(value) * _PER_LOG) if value < MOST else _MOST
-            self.total += value
-            if value > self.most:
-                self.most = value
-        else:
-            # Not a NaN either.
-            bucket, value = _ZERO, value if value > 0.0 else 0.0
-            self.total += value
-            self.most = max(self.most, value)
-        if value < self.least:
-            self.least = value
-        self.count += 1
-        buckets = self._buckets
-        buckets[bucket] = buckets.get(bucket, 0) + 1
-
     def add_all(self, values: np.ndarray) -> None:
-        """Adds many values, each to the bucket to which `add` adds it."""
+        """Adds values; a NaN counts as 0."""
         add_rows([self], np.zeros(len(values), np.int64), values)
 
     def merge(self, other: Histogram) -> None:
@@ -105,12 +86,8 @@ def add_rows(histograms: Sequence[Histogram], owners: np.ndarray, values: np.nda
     if not len(values):
         return
     values = np.maximum(np.nan_to_num(values.astype(np.float64), nan=0.0), 0.0)
-    exact = np.log(np.clip(values, LEAST, MOST)) * _PER_LOG
-    buckets = np.ceil(exact).astype(np.int64)
-    # NumPy's logarithm may differ from that of `math` in the last bit.
-    for index in np.flatnonzero(np.abs(exact - np.rint(exact)) < 1e-9):
-        buckets[index] = math.ceil(math.log(min(max(values[index], LEAST), MOST)) * _PER_LOG)
-    buckets = np.where(values <= LEAST, _ZERO, np.where(values >= MOST, _MOST, buckets))
+    buckets = np.ceil(np.log(np.clip(values, LEAST, MOST)) * _PER_LOG).astype(np.int64)
+    buckets = np.where(values <= LEAST, _ZERO, buckets)
     found, counts = np.unique(owners * _SPAN + buckets - _ZERO, return_counts=True)
     for key, count in zip(found.tolist(), counts.tolist(), strict=True):
         of_owner, bucket = histograms[key // _SPAN]._buckets, key % _SPAN + _ZERO

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.policies.records import Contribution, Outcome
+from tfdist.policies.records import Outcome
 from tfdist.telemetry.histogram import Histogram, add_rows
 from tfdist.telemetry.update_log import Contributions, Updates
 
@@ -113,7 +113,7 @@ def slow_workers(times: Mapping[str, Interval], late: Mapping[str, Interval], st
 
 
 class Times:
-    """Histograms of one worker's gradients, and counts of their staleness.
+    """Histograms of one worker's gradients.
 
     Attributes:
       step: from the start of a gradient's computation to its arrival.
@@ -127,95 +127,157 @@ class Times:
     """
 
     KINDS = ("step", "input", "compute", "wait", "rest", "own", "late", "held")
-    __slots__ = (*KINDS, "staleness")
+    __slots__ = KINDS
 
     def __init__(self) -> None:
         for kind in self.KINDS:
             setattr(self, kind, Histogram())
-        self.staleness: collections.Counter[int] = collections.Counter()
-
-    def add_all(self, rows: Sequence[tuple[Contribution, float]]) -> None:
-        """Adds gradients, each with the time of the last arrival for its update; unknown for a lost gradient."""
-        found: dict[str, list[float]] = {"step": [], "held": [], "own": [], "wait": []}
-        for (_, start, arrival, outcome, staleness, _, held, _), summed_at in rows:
-            if outcome is Outcome.LOST:
-                continue
-            found["step"].append(arrival - start)
-            found["held"].append(held)
-            found["own"].append(arrival - start)
-            if outcome is Outcome.ACCEPTED:
-                found["wait"].append(summed_at - arrival)
-                self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
-        for kind, values in found.items():
-            if len(values) > 1:
-                getattr(self, kind).add_all(np.array(values))
-            elif values:
-                getattr(self, kind).add(values[0])
 
     def merge(self, other: Times) -> None:
         """Adds what another one has counted."""
         for kind in self.KINDS:
             getattr(self, kind).merge(getattr(other, kind))
+
+
+class Tally:
+    """Adds up updates: all counts and times that a `Report`, the page and TensorBoard have are made here.
+
+    Args:
+      num_workers: number of workers.
+
+    Attributes:
+      updates, examples: numbers of them.
+      counts: int64 [3, workers], number of gradients by `Outcome`.
+      staleness: number of accepted gradients by staleness.
+      wait_secs, spread_secs: sums over the updates; the spread is from the first to the last accepted gradient.
+      held_secs, delay_secs, cost_secs: float64 [workers], see `Report`.
+      reduce: the all-reduces.
+      times: of each worker whose gradients were timed, by its index.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.updates = self.examples = 0
+        self.counts = np.zeros((len(Outcome), num_workers), np.int64)
+        self.staleness: collections.Counter[int] = collections.Counter()
+        self.wait_secs = self.spread_secs = 0.0
+        self.held_secs, self.delay_secs, self.cost_secs = np.zeros((3, num_workers))
+        self.reduce = Histogram()
+        self.times: dict[int, Times] = {}
+
+    def add(self, updates: Updates, rows: Contributions) -> None:
+        """Adds consecutive updates; a gradient whose `start` is NaN was not timed, and counts."""
+        if not len(updates):
+            return
+        num_workers = self.counts.shape[1]
+        self.updates += len(updates)
+        self.examples += int(updates.examples.sum(dtype=np.int64))
+        self.wait_secs += float(updates.wait.sum(dtype=np.float64))
+        cell = rows.outcome.astype(np.int64) * num_workers + rows.worker
+        self.counts += np.bincount(cell, minlength=self.counts.size).reshape(self.counts.shape)
+        staleness = np.bincount(rows.staleness[rows.outcome == Outcome.ACCEPTED])
+        self.staleness.update({int(value): int(staleness[value]) for value in np.flatnonzero(staleness)})
+        self.reduce.add_all(updates.reduce[updates.reduce > 0])
+        update = np.repeat(np.arange(len(updates)), updates.count)
+        is_timed = np.isfinite(rows.start)
+        if not is_timed.all():
+            rows, update = rows[is_timed], update[is_timed]
+        self.held_secs += np.bincount(rows.worker, rows.held, num_workers)
+        self._add_costs(update, rows)
+        self.add_times(updates, rows, update)
+
+    def add_times(self, updates: Updates, rows: Contributions, update: np.ndarray) -> None:
+        """Adds the times of gradients alone; `update` has the index of the update of each."""
+        reduce = updates.reduce[update].astype(np.float64)
+        start, arrival = rows.start.astype(np.float64), rows.arrival.astype(np.float64)
+        opened = -updates.opened[update].astype(np.float64)
+        is_accepted, is_known = rows.outcome == Outcome.ACCEPTED, rows.outcome != Outcome.LOST
+        is_timed, is_read = is_known & (reduce > 0), is_known & (rows.input > 0)
+        first = np.full(len(updates), np.inf)
+        np.minimum.at(first, update, arrival)
+        values = {
+            "step": (is_known, arrival - start),
+            "held": (is_known, rows.held),
+            "input": (is_read, rows.input),
+            "compute": (is_read, arrival - start - rows.input),
+            "rest": (is_timed, start - opened),
+            "own": (is_known, arrival - np.where(reduce > 0, opened, start)),
+            "late": (is_timed & (updates.wait[update] > 0), arrival - first[update]),
+            "wait": (is_accepted, -reduce - arrival),
+        }
+        worker = rows.worker.astype(np.int64)
+        present = np.flatnonzero(np.bincount(worker))
+        place = np.searchsorted(present, worker)
+        all_of_them = [self.times.setdefault(each, Times()) for each in present.tolist()]
+        owners = [(place * len(values) + index)[chosen] for index, (chosen, _) in enumerate(values.values())]
+        secs = [each[chosen] for chosen, each in values.values()]
+        histograms = [getattr(each, kind) for each in all_of_them for kind in values]
+        add_rows(histograms, np.concatenate(owners), np.concatenate(secs))
+
+    def _add_costs(self, update: np.ndarray, rows: Contributions) -> None:
+        """Adds what the last gradient of each update cost the others, and the time of gradients that did not count."""
+        num_workers, is_accepted = len(self.cost_secs), rows.outcome == Outcome.ACCEPTED
+        secs = np.maximum(rows.arrival.astype(np.float64) - rows.start, 0)
+        self.cost_secs += np.bincount(rows.worker, np.where(is_accepted, 0, secs), num_workers)
+        update, worker, arrival = update[is_accepted], rows.worker[is_accepted], rows.arrival[is_accepted]
+        if not len(update):
+            return
+        order = np.lexsort((arrival, update))
+        update, worker, arrival = update[order], worker[order], arrival[order].astype(np.float64)
+        is_last = np.append(update[1:] != update[:-1], True)
+        is_same = np.concatenate([[False], update[1:] == update[:-1]])
+        self.spread_secs += float((arrival[is_last] - arrival[~is_same]).sum())
+        gap = np.where(is_same, arrival - np.roll(arrival, 1), 0.0)
+        others = np.bincount(update)[update] - 1
+        self.delay_secs += np.bincount(worker[is_last], gap[is_last], num_workers)
+        self.cost_secs += np.bincount(worker[is_last], (gap * others)[is_last], num_workers)
+
+    def merge(self, other: Tally) -> None:
+        """Adds what another one has counted."""
+        for name in (
+            "updates",
+            "examples",
+            "counts",
+            "wait_secs",
+            "spread_secs",
+            "held_secs",
+            "delay_secs",
+            "cost_secs",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.staleness.update(other.staleness)
+        self.reduce.merge(other.reduce)
+        for worker, times in other.times.items():
+            self.times.setdefault(worker, Times()).merge(times)
 
-
-def add_times(times: dict[int, Times], updates: Updates, rows: Contributions) -> None:
-    """Adds the gradients of consecutive updates to the times of each worker, by its index."""
-    update = np.repeat(np.arange(len(updates)), updates.count)
-    reduce = updates.reduce[update].astype(np.float64)
-    start, arrival = rows.start.astype(np.float64), rows.arrival.astype(np.float64)
-    opened = -updates.opened[update].astype(np.float64)
-    is_accepted, is_known = rows.outcome == Outcome.ACCEPTED, rows.outcome != Outcome.LOST
-    is_timed = reduce > 0
-    first = np.full(len(updates), np.inf)
-    np.minimum.at(first, update, arrival)
-    values = {
-        "step": (is_known, arrival - start),
-        "held": (is_known, rows.held),
-        "input": (is_known & is_timed, rows.input),
-        "compute": (is_known & is_timed, arrival - start - rows.input),
-        "rest": (is_known & is_timed, start - opened),
-        "own": (is_known, arrival - np.where(is_timed, opened, start)),
-        "late": (is_known & is_timed & (updates.wait[update] > 0), arrival - first[update]),
-        "wait": (is_accepted, -reduce - arrival),
-    }
-    worker = rows.worker.astype(np.int64)
-    present = np.flatnonzero(np.bincount(worker))
-    place = np.searchsorted(present, worker)
-    all_of_them = [times.setdefault(each, Times()) for each in present.tolist()]
-    owners = [(place * len(values) + index)[chosen] for index, (chosen, _) in enumerate(values.values())]
-    secs = [each[chosen] for chosen, each in values.values()]
-    histograms = [getattr(each, kind) for each in all_of_them for kind in values]
-    add_rows(histograms, np.concatenate(owners), np.concatenate(secs))
+    def report(self, names: Sequence[str]) -> Report:
+        """Returns the sums as a `Report`; its bytes are 0."""
+        by_name = {
+            field: dict(zip(names, values.tolist(), strict=True))
+            for field, values in (
+                *zip(("accepted", "dropped", "lost"), self.counts, strict=True),
+                ("held_secs", self.held_secs),
+                ("delay_secs", self.delay_secs),
+                ("cost_secs", self.cost_secs),
+            )
+        }
+        return Report(
+            updates=self.updates,
+            staleness=dict(sorted(self.staleness.items())),
+            wait_secs=self.wait_secs,
+            examples=self.examples,
+            bytes_sent=dict.fromkeys(names, 0),
+            bytes_received=dict.fromkeys(names, 0),
+            reduce_secs=percentiles_of(self.reduce),
+            **by_name,
+            **_columns({names[worker]: each for worker, each in sorted(self.times.items())}),
+        )
 
 
 def of_log(updates: Updates, contributions: Contributions, names: Sequence[str]) -> Report:
     """Returns the report of consecutive updates of a log; its counts are of these updates."""
-    rows, times = contributions, dict[int, Times]()
-    add_times(times, updates, rows)
-    reduced = Histogram()
-    reduced.add_all(updates.reduce[updates.reduce > 0])
-    counts = {
-        outcome: dict(zip(names, found_of.tolist(), strict=True))
-        for outcome in Outcome
-        for found_of in [np.bincount(rows.worker[rows.outcome == outcome], minlength=len(names))]
-    }
-    staleness = np.bincount(rows.staleness[rows.outcome == Outcome.ACCEPTED])
-    delays, costs = costs_of(updates, rows, len(names))
-    return Report(
-        updates=len(updates),
-        accepted=counts[Outcome.ACCEPTED],
-        dropped=counts[Outcome.DROPPED],
-        lost=counts[Outcome.LOST],
-        staleness={int(value): int(staleness[value]) for value in np.flatnonzero(staleness)},
-        wait_secs=float(updates.wait.sum(dtype=np.float64)),
-        bytes_sent=dict.fromkeys(names, 0),
-        examples=int(updates.examples.sum(dtype=np.int64)),
-        delay_secs=dict(zip(names, delays.tolist(), strict=True)),
-        cost_secs=dict(zip(names, costs.tolist(), strict=True)),
-        reduce_secs=percentiles_of(reduced),
-        **columns({names[worker]: each for worker, each in sorted(times.items())}),
-    )
+    tally = Tally(len(names))
+    tally.add(updates, contributions)
+    return tally.report(names)
 
 
 def newest(updates: Updates, contributions: Contributions, most: int) -> tuple[Updates, Contributions]:
@@ -225,26 +287,7 @@ def newest(updates: Updates, contributions: Contributions, most: int) -> tuple[U
     return updates[first:], contributions[int(offsets[first]) :]
 
 
-def costs_of(updates: Updates, rows: Contributions, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `delay_secs` and `cost_secs` of a `Report`, by worker; `count` is the number of workers."""
-    update = np.repeat(np.arange(len(updates)), updates.count)
-    is_accepted = rows.outcome == Outcome.ACCEPTED
-    secs = np.maximum(rows.arrival.astype(np.float64) - rows.start, 0)
-    costs = np.bincount(rows.worker, np.where(is_accepted, 0, secs), count)
-    update, worker, arrival = update[is_accepted], rows.worker[is_accepted], rows.arrival[is_accepted]
-    order = np.lexsort((arrival, update))
-    update, worker, arrival = update[order], worker[order], arrival[order].astype(np.float64)
-    if len(update) < 2:
-        return np.zeros(count), costs
-    is_last = np.append(update[1:] != update[:-1], True)
-    is_same = np.concatenate([[False], update[1:] == update[:-1]])
-    gap = np.where(is_same, arrival - np.roll(arrival, 1), 0.0)
-    others = np.bincount(update)[update] - 1
-    delays = np.bincount(worker[is_last], gap[is_last], count)
-    return delays, costs + np.bincount(worker[is_last], (gap * others)[is_last], count)
-
-
-def columns(times: Mapping[str, Times]) -> dict[str, Any]:
+def _columns(times: Mapping[str, Times]) -> dict[str, Any]:
     """Returns the fields of a `Report` with the times of each worker."""
     fields = {"step_secs": "step", "input_secs": "input", "compute_secs": "compute", "rest_secs": "rest"}
     fields |= {"wait": "wait", "held": "held"}
@@ -288,7 +331,7 @@ class Report:
     Attributes:
       updates: number of updates.
       accepted: number of gradients that entered an update, by worker: {"worker:0": 120, ...}.
-      dropped: number of dropped gradients, by worker.
+      dropped: number of dropped gradients, by worker. Each gradient that was started is accepted, dropped or lost once.
       staleness: number of applied gradients by staleness (global step - local step).
       wait_secs: total time for which updates waited for gradients.
       bytes_sent: bytes that the process of each task has sent over TCP, as the kernel counts them: workers, parameter

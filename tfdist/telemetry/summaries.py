@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of TensorBoard's summaries: scalars, histograms, text, the layout of custom scalars, and hparams.
+"""Values of TensorBoard's summaries: scalars, histograms, text, charts and hparams.
 
-The last two are protos of the package tensorboard, which need not be installed to write them: they are encoded here.
+The last two are protos of the package tensorboard; without it they are not written.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from google.protobuf import struct_pb2
 
 from tfdist import _log
 from tfdist.coordination.usage import Usage
 from tfdist.telemetry.histogram import Histogram
-from tfdist.telemetry.recorder import RecorderSums, Times
+from tfdist.telemetry.report import Tally, Times
 
 _PREFIX = "tfdist/"
-# Status of a session in the hparams plugin.
-SUCCESS, RUNNING = 1, 3
 
 
 def scalar(name: str, value: float) -> Any:
@@ -67,77 +62,52 @@ def _histogram(
 def text(name: str, line: str) -> Any:
     """Returns text for the Text tab; it is shown as it is, not as Markdown."""
     shown = "\n".join("    " + each for each in line.splitlines())
-    return _tensor(_PREFIX + name, "text", b"", tf.make_tensor_proto([shown.encode()], tf.string))
-
-
-def layout(categories: Mapping[str, Mapping[str, Sequence[str]]]) -> Any:
-    """Returns the layout of the Custom Scalars tab: by category its charts, by chart regular expressions of tags."""
-    content = _varint_field(1, 0)
-    for title, charts in categories.items():
-        category = _bytes_field(1, title.encode())
-        for name, tags in charts.items():
-            lines = b"".join(_bytes_field(1, tag.encode()) for tag in tags)
-            category += _bytes_field(2, _bytes_field(1, name.encode()) + _bytes_field(2, lines))
-        content += _bytes_field(2, category)
-    return _tensor("custom_scalars__config__", "custom_scalars", b"", tf.make_tensor_proto(content, tf.string))
-
-
-def session_start(hparams: Mapping[str, str | float | bool], start_secs: float) -> Any:
-    """Returns the hyperparameters of a run, for the HParams tab."""
-    session = b""
-    for name, value in hparams.items():
-        proto = struct_pb2.Value()
-        if isinstance(value, bool):
-            proto.bool_value = value
-        elif isinstance(value, str):
-            proto.string_value = value
-        else:
-            proto.number_value = value
-        entry = _bytes_field(1, name.encode()) + _bytes_field(2, proto.SerializeToString())
-        session += _bytes_field(1, entry)
-    session += _double_field(5, start_secs)
-    return _hparams("_hparams_/session_start_info", _bytes_field(3, session))
-
-
-def session_end(status: int, end_secs: float) -> Any:
-    """Returns the end of a run, for the HParams tab."""
-    return _hparams(
-        "_hparams_/session_end_info", _bytes_field(4, _varint_field(1, status) + _double_field(2, end_secs))
-    )
-
-
-def _hparams(tag: str, data: bytes) -> Any:
-    return _tensor(tag, "hparams", _varint_field(1, 0) + data, tf.make_tensor_proto([], tf.float32, (0,)))
-
-
-def _tensor(tag: str, plugin: str, content: bytes, tensor: Any) -> Any:
-    value = tf.compat.v1.Summary.Value(tag=tag, tensor=tensor)
-    value.metadata.plugin_data.plugin_name = plugin
-    value.metadata.plugin_data.content = content
+    tensor = tf.make_tensor_proto([shown.encode()], tf.string)
+    value = tf.compat.v1.Summary.Value(tag=_PREFIX + name, tensor=tensor)
+    value.metadata.plugin_data.plugin_name = "text"
     return value
 
 
-# The wire format of protocol buffers: https://protobuf.dev/programming-guides/encoding.
+def charts() -> list[Any]:
+    """Returns the layout of the Custom Scalars tab, of `LAYOUT`; a proto of tensorboard, [] where it is missing."""
+    try:
+        from tensorboard.plugins.custom_scalar import layout_pb2, summary
+    except ImportError:
+        return []
+    categories = [
+        layout_pb2.Category(
+            title=title,
+            chart=[
+                layout_pb2.Chart(title=name, multiline=layout_pb2.MultilineChartContent(tag=tags))
+                for name, tags in of_category.items()
+            ],
+        )
+        for title, of_category in LAYOUT.items()
+    ]
+    return _of_tensorboard(summary.pb(layout_pb2.Layout(category=categories)))
 
 
-def _varint(number: int) -> bytes:
-    found = bytearray()
-    while number > 0x7F:
-        found.append(0x80 | (number & 0x7F))
-        number >>= 7
-    return bytes([*found, number])
+def session_start(hparams: Mapping[str, str | float | bool]) -> list[Any]:
+    """Returns the hyperparameters of a run for the HParams tab; a proto of tensorboard, [] where it is missing."""
+    try:
+        from tensorboard.plugins.hparams import summary
+    except ImportError:
+        return []
+    return _of_tensorboard(summary.session_start_pb(dict(hparams)))
 
 
-def _varint_field(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
+def session_end() -> list[Any]:
+    """Returns the end of a run that has succeeded, likewise."""
+    try:
+        from tensorboard.plugins.hparams import api_pb2, summary
+    except ImportError:
+        return []
+    return _of_tensorboard(summary.session_end_pb(api_pb2.STATUS_SUCCESS))
 
 
-def _double_field(field: int, value: float) -> bytes:
-    return _varint(field << 3 | 1) + struct.pack("<d", value)
-
-
-def _bytes_field(field: int, data: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(data)) + data
+def _of_tensorboard(summary: Any) -> list[Any]:
+    """Returns the values of a summary that a class of tensorboard has made, as those of TensorFlow."""
+    return list(tf.compat.v1.Summary.FromString(summary.SerializeToString()).value)
 
 
 # Scalars and histograms of one point of the Telemetry callback. docs/telemetry.md lists them.
@@ -166,29 +136,11 @@ LAYOUT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """Counts between two batches of a training.
-
-    Attributes:
-      secs: time, without that of evaluations.
-      batches: batches of Keras' loop.
-      sums: of the recorder.
-      counted: bytes that each worker has sent, where tfdist counts them.
-    """
-
-    secs: float
-    batches: int
-    sums: RecorderSums
-    counted: Sequence[int] = ()
-
-
 def job(
     secs: float,
     updates: float,
     examples: float,
-    sums: RecorderSums,
-    times: Mapping[int, Times],
+    tally: Tally,
     settings: Mapping[str, float],
     counted: Sequence[float],
     has_policy: bool,
@@ -199,8 +151,7 @@ def job(
       secs: length of the interval.
       updates: number of updates.
       examples: number of examples in their gradients; 0 if it isn't known.
-      sums: of the recorder.
-      times: of the gradients of each worker that is known here.
+      tally: of the recorder.
       settings: settings of the policy.
       counted: bytes that each worker has sent for each update, where tfdist counts them.
       has_policy: False where each update has a gradient of each worker: counts of gradients say nothing then.
@@ -214,44 +165,44 @@ def job(
     values += [scalar(f"policy/{name}", value) for name, value in settings.items()]
     if counted:
         values.append(scalar("network/counted_bytes_per_update", sum(counted) / len(counted)))
-    is_decided = sums.updates > 0
+    is_decided = tally.updates > 0
     if is_decided:
         values += [
-            scalar("wait/per_update_secs", sums.wait_secs / sums.updates),
-            scalar("wait/first_to_last_secs", sums.spread_secs / sums.updates),
+            scalar("wait/per_update_secs", tally.wait_secs / tally.updates),
+            scalar("wait/first_to_last_secs", tally.spread_secs / tally.updates),
         ]
         if has_policy:
-            kinds = {"accepted": sums.accepted, "dropped": sums.dropped, "lost": sums.lost}
-            values += [scalar(f"gradients/{kind}", sum(by) / sums.updates) for kind, by in kinds.items()]
-            values.append(scalar("staleness/mean", sums.staleness / max(1, sum(sums.accepted))))
-        if sums.reduce_secs:
-            values.append(scalar("time/reduce_secs", sums.reduce_secs / sums.updates))
-    return values + _times(times, is_decided, has_policy)
+            kinds = zip(("accepted", "dropped", "lost"), tally.counts.sum(1).tolist(), strict=True)
+            values += [scalar(f"gradients/{kind}", count / tally.updates) for kind, count in kinds]
+            total = sum(value * count for value, count in tally.staleness.items())
+            values.append(scalar("staleness/mean", total / max(1, tally.staleness.total())))
+        if tally.reduce.count:
+            values.append(scalar("time/reduce_secs", tally.reduce.total / tally.updates))
+    return values + _times(tally, is_decided, has_policy)
 
 
-def _times(times: Mapping[int, Times], is_decided: bool, has_policy: bool) -> list[Any]:
+def _times(tally: Tally, is_decided: bool, has_policy: bool) -> list[Any]:
     """Returns the times of all workers' gradients together."""
     whole = Times()
-    for each in times.values():
+    for each in tally.times.values():
         whole.merge(each)
     if not whole.step.count:
         return []
-    slowest = max(each.step.percentile(50) for each in times.values() if each.step.count)
+    slowest = max(each.step.percentile(50) for each in tally.times.values() if each.step.count)
     values = [
         scalar("time/step_secs", whole.step.percentile(50)),
         scalar("time/step_secs_p95", whole.step.percentile(95)),
         scalar("time/step_secs_slowest", slowest),
         histogram("time/steps", whole.step),
     ]
-    if whole.input.count:
-        kinds = {"input": whole.input, "compute": whole.compute, "rest": whole.rest}
-        values += [scalar(f"time/{kind}_secs", found.percentile(50)) for kind, found in kinds.items()]
+    kinds = {"input": whole.input, "compute": whole.compute, "rest": whole.rest}
+    values += [scalar(f"time/{kind}_secs", found.percentile(50)) for kind, found in kinds.items() if found.count]
     if is_decided and whole.wait.count:
         values.append(scalar("time/wait_secs", whole.wait.percentile(50)))
     if is_decided and has_policy:
         values.append(scalar("time/held_secs", whole.held.mean))
-        if whole.staleness:
-            values.append(counts("staleness/gradients", whole.staleness))
+        if tally.staleness:
+            values.append(counts("staleness/gradients", tally.staleness))
     return values
 
 
@@ -271,11 +222,3 @@ def process(last: Usage | None, now: Usage, secs: float) -> list[Any]:
         scalar("network/received_bytes_per_sec", (now.bytes_received - last.bytes_received) / secs),
         scalar("process/cpus", max(0.0, now.cpu_secs - last.cpu_secs) / secs),
     ]
-
-
-def run_of(task: str, num_workers: int) -> str | None:
-    """Returns the directory of a task such as "worker:3"; None for the chief, whose values are those of the job."""
-    job, _, index = task.partition(":")
-    if job == "worker":
-        return f"workers/worker_{int(index):0{max(2, len(str(num_workers - 1)))}d}"
-    return f"ps/ps_{index}" if job == "ps" else None

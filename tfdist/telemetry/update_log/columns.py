@@ -1,31 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of an update log as dataclasses of NumPy arrays: updates, contributions, events and groups of updates."""
+"""The columns of an update log as dataclasses of NumPy arrays: updates, contributions and events."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, Self, get_type_hints
 
 import numpy as np
+
+from tfdist.telemetry.update_log.records import UpdateRecord
+
+# Types of the columns.
+Int64 = Annotated[np.ndarray, np.int64]
+Int32 = Annotated[np.ndarray, np.int32]
+UInt16 = Annotated[np.ndarray, np.uint16]
+UInt8 = Annotated[np.ndarray, np.uint8]
+Float64 = Annotated[np.ndarray, np.float64]
+Float32 = Annotated[np.ndarray, np.float32]
+Text = Annotated[np.ndarray, np.str_]
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Arrays of the same length. A subclass has one field for each column, and its dtype in `DTYPES`."""
+    """Arrays of the same length. The type of each field of a subclass has its dtype."""
 
-    DTYPES: ClassVar[dict[str, Any]] = {}
-    # Columns of shape [rows, workers]; the others have one cell in each row.
-    CELLS: ClassVar[tuple[str, ...]] = ()
-    # Columns that older logs don't have; they are zero there.
-    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    @classmethod
+    @functools.cache
+    def dtypes(cls) -> dict[str, Any]:
+        """Returns the dtypes by the names of the columns."""
+        hints = get_type_hints(cls, include_extras=True)
+        return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
     def __len__(self) -> int:
-        return len(self.arrays()[next(iter(self.DTYPES))])
+        return len(getattr(self, next(iter(self.dtypes()))))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays by the names of their columns."""
-        return {name: getattr(self, name) for name in self.DTYPES}
+        return {name: getattr(self, name) for name in self.dtypes()}
 
     def __getitem__(self, rows: slice | np.ndarray) -> Self:
         return type(self)(**{name: array[rows] for name, array in self.arrays().items()})
@@ -36,30 +50,21 @@ class Columns:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """Builds the columns from arrays or lists, cast to the dtypes of the format; absent optional ones are zero."""
-        for name in cls.OPTIONAL:
-            values.setdefault(name, np.zeros_like(values[cls._like(name)], cls.DTYPES[name]))
-        return cls(**{name: np.asarray(values[name], dtype) for name, dtype in cls.DTYPES.items()})
+        """Builds the columns from arrays or lists, cast to the dtypes of the format."""
+        return cls(**{name: np.asarray(values[name], dtype) for name, dtype in cls.dtypes().items()})
 
     @classmethod
-    def _like(cls, name: str) -> str:
-        """Returns a column of the same shape that every log has."""
-        return cls.CELLS[0] if name in cls.CELLS else next(iter(cls.DTYPES))
+    def of_rows(cls, rows: Sequence[tuple]) -> Self:
+        """Builds the columns from tuples with a cell for each column."""
+        columns = zip(*rows, strict=True) if rows else [()] * len(cls.dtypes())
+        return cls.of(**dict(zip(cls.dtypes(), columns, strict=True)))
 
     @classmethod
-    def concatenated(cls, parts: Sequence[Self], workers: int = 0) -> Self:
-        """Joins several of them, in order; `empty(workers)` if there are none."""
-        if not parts:
-            return cls.empty(workers)
-        if len(parts) == 1:
-            return parts[0]
-        return cls(**{name: np.concatenate([getattr(each, name) for each in parts]) for name in cls.DTYPES})
-
-    @classmethod
-    def empty(cls, workers: int = 0) -> Self:
-        """Returns columns without rows, for so many workers."""
-        shapes = {name: (0, workers) if name in cls.CELLS else (0,) for name in cls.DTYPES}
-        return cls(**{name: np.zeros(shapes[name], dtype) for name, dtype in cls.DTYPES.items()})
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
+        """Joins several of them, in order; columns without rows if there are none."""
+        if len(parts) < 2:
+            return parts[0] if parts else cls.of_rows([])
+        return cls(**{name: np.concatenate([getattr(each, name) for each in parts]) for name in cls.dtypes()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,29 +79,17 @@ class Updates(Columns):
       examples: int32 [n], number of examples in the gradients that entered; 0 if unknown.
       phase: uint8 [n], 0: all replicas train; 1: the warmup phase.
       count: int32 [n], number of contributions of this update.
-      reduce: float32 [n], seconds from the last gradient to the end of the all-reduce; 0 if not measured, and in older
-        logs.
+      reduce: float32 [n], seconds from the last gradient to the end of the all-reduce; 0 if not measured.
     """
 
-    DTYPES: ClassVar[dict[str, Any]] = {
-        "step": np.int64,
-        "time": np.float64,
-        "opened": np.float32,
-        "wait": np.float32,
-        "examples": np.int32,
-        "phase": np.uint8,
-        "count": np.int32,
-        "reduce": np.float32,
-    }
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("reduce",)
-    step: np.ndarray
-    time: np.ndarray
-    opened: np.ndarray
-    wait: np.ndarray
-    examples: np.ndarray
-    phase: np.ndarray
-    count: np.ndarray
-    reduce: np.ndarray
+    step: Int64
+    time: Float64
+    opened: Float32
+    wait: Float32
+    examples: Int32
+    phase: UInt8
+    count: Int32
+    reduce: Float32
 
     @property
     def offsets(self) -> np.ndarray:
@@ -116,28 +109,17 @@ class Contributions(Columns):
       staleness: uint16 [m], global step - local step, when the gradient was applied or dropped.
       weight: float32 [m], factor with which it entered the update; 0 if it didn't.
       held: float32 [m], seconds for which the worker was held back before this start.
-      input: float32 [m], seconds from `start` in which it waited for its batch; 0 if not measured, and in older logs.
+      input: float32 [m], seconds from `start` in which it waited for its batch; 0 if not measured.
     """
 
-    DTYPES: ClassVar[dict[str, Any]] = {
-        "worker": np.uint16,
-        "start": np.float32,
-        "arrival": np.float32,
-        "outcome": np.uint8,
-        "staleness": np.uint16,
-        "weight": np.float32,
-        "held": np.float32,
-        "input": np.float32,
-    }
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("input",)
-    worker: np.ndarray
-    start: np.ndarray
-    arrival: np.ndarray
-    outcome: np.ndarray
-    staleness: np.ndarray
-    weight: np.ndarray
-    held: np.ndarray
-    input: np.ndarray
+    worker: UInt16
+    start: Float32
+    arrival: Float32
+    outcome: UInt8
+    staleness: UInt16
+    weight: Float32
+    held: Float32
+    input: Float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,100 +132,57 @@ class Events(Columns):
       event_kind: uint8 [k], an `EventKind`.
       event_text: str [k], a line for people, of at most 500 characters. Of `FINISHED`: "finished", or "ended by" and
         an exception.
-      event_secs: float32 [k], how long it took; 0: a moment. Absent in older logs.
+      event_secs: float32 [k], how long it took; 0: a moment.
     """
 
-    DTYPES: ClassVar[dict[str, Any]] = {
-        "event_time": np.float64,
-        "event_worker": np.int32,
-        "event_kind": np.uint8,
-        "event_text": np.str_,
-        "event_secs": np.float32,
-    }
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("event_secs",)
-    event_time: np.ndarray
-    event_worker: np.ndarray
-    event_kind: np.ndarray
-    event_text: np.ndarray
-    event_secs: np.ndarray
+    event_time: Float64
+    event_worker: Int32
+    event_kind: UInt8
+    event_text: Text
+    event_secs: Float32
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups(Columns):
-    """One row for each group of consecutive updates, g of them; columns about gradients have a cell for each worker.
+class Scalars(Columns):
+    """One row for each measurement of a task, or value of the logs, s of them.
 
     Attributes:
-      first_step: int64 [g], step of its first update.
-      last_step: int64 [g], step of its last update.
-      begin: float64 [g], opening of its first update.
-      end: float64 [g], time of its last update.
-      updates: int64 [g], number of updates.
-      examples: int64 [g], number of examples.
-      wait: float64 [g], sum of the updates' `wait`.
-      phase: uint8 [g], phase of the last update.
-      accepted: int32 [g, w], number of accepted gradients.
-      dropped: int32 [g, w], number of dropped gradients.
-      lost: int32 [g, w], number of lost gradients.
-      compute_secs: float32 [g, w], sum of arrival - start.
-      compute_max: float32 [g, w], maximum of arrival - start.
-      wait_secs: float32 [g, w], sum over accepted gradients of the update's time - its `reduce` - arrival.
-      held_secs: float32 [g, w], sum of `held`.
-      staleness_sum: int32 [g, w], over the accepted gradients.
-      staleness_max: int32 [g, w], over the accepted gradients.
-      input_secs: float32 [g, w], sum of `input`.
-      reduce_secs: float64 [g], sum of the updates' `reduce`.
+      scalar_time: float64 [s], seconds.
+      scalar_step: int64 [s], `optimizer.iterations`.
+      scalar_name: str [s], such as "sent_bytes/worker:3", bytes per second, or "loss/train".
+      scalar_value: float64 [s].
     """
 
-    DTYPES: ClassVar[dict[str, Any]] = {
-        "first_step": np.int64,
-        "last_step": np.int64,
-        "begin": np.float64,
-        "end": np.float64,
-        "updates": np.int64,
-        "examples": np.int64,
-        "wait": np.float64,
-        "phase": np.uint8,
-        "accepted": np.int32,
-        "dropped": np.int32,
-        "lost": np.int32,
-        "compute_secs": np.float32,
-        "compute_max": np.float32,
-        "wait_secs": np.float32,
-        "held_secs": np.float32,
-        "staleness_sum": np.int32,
-        "staleness_max": np.int32,
-        "input_secs": np.float32,
-        "reduce_secs": np.float64,
-    }
-    CELLS: ClassVar[tuple[str, ...]] = (
-        "accepted",
-        "dropped",
-        "lost",
-        "compute_secs",
-        "compute_max",
-        "wait_secs",
-        "held_secs",
-        "staleness_sum",
-        "staleness_max",
-        "input_secs",
+    scalar_time: Float64
+    scalar_step: Int64
+    scalar_name: Text
+    scalar_value: Float64
+
+
+def of_records(records: Sequence[UpdateRecord]) -> tuple[Updates, Contributions]:
+    """Returns updates as columns, on the same clock."""
+    counts = np.array([len(each.contributions) for each in records], np.int32)
+    rows = [(*each[:6], each.reduce) for each in records]
+    step, time, opened, wait, examples, phase, reduce = np.array(rows, np.float64).reshape(-1, 7).T
+    updates = Updates.of(
+        step=step, time=time, opened=opened, wait=wait, examples=examples, phase=phase, count=counts, reduce=reduce
     )
-    OPTIONAL: ClassVar[tuple[str, ...]] = ("input_secs", "reduce_secs")
-    first_step: np.ndarray
-    last_step: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    updates: np.ndarray
-    examples: np.ndarray
-    wait: np.ndarray
-    phase: np.ndarray
-    accepted: np.ndarray
-    dropped: np.ndarray
-    lost: np.ndarray
-    compute_secs: np.ndarray
-    compute_max: np.ndarray
-    wait_secs: np.ndarray
-    held_secs: np.ndarray
-    staleness_sum: np.ndarray
-    staleness_max: np.ndarray
-    input_secs: np.ndarray
-    reduce_secs: np.ndarray
+    gradients = itertools.chain.from_iterable(each.contributions for each in records)
+    # Fields with a default may be left away.
+    flat = itertools.chain.from_iterable(each if len(each) == 8 else (*each, 0.0) for each in gradients)
+    total = int(counts.sum())
+    worker, start, arrival, outcome, staleness, weight, held, inputs = (
+        np.fromiter(flat, np.float64, 8 * total).reshape(total, 8).T
+    )
+    made = np.repeat(time, counts)
+    contributions = Contributions.of(
+        worker=worker,
+        start=start - made,
+        arrival=arrival - made,
+        outcome=outcome,
+        staleness=np.minimum(staleness, np.iinfo(np.uint16).max),
+        weight=weight,
+        held=held,
+        input=inputs,
+    )
+    return updates, contributions

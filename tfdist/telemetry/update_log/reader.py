@@ -1,27 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads all update logs below a directory, again and again: only segments that are new are read from the disk."""
+"""Reads all update logs below a directory, again and again: only what has changed is read from the disk.
+
+The logs of one job follow each other in time. They make one `Timeline`.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
-import itertools
 import os
+import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from tfdist.telemetry.update_log import segments
-from tfdist.telemetry.update_log.records import Header
-from tfdist.telemetry.update_log.segments import Files, LocalFiles
-from tfdist.telemetry.update_log.timeline import Log, Timeline, merged
+import numpy as np
+
+from tfdist.telemetry.update_log.columns import Contributions, Events, Scalars, Updates
+from tfdist.telemetry.update_log.records import EventKind, Header
+from tfdist.telemetry.update_log.segments import SUFFIX, Segment
+from tfdist.telemetry.update_log.summary import Groups, summarize
+from tfdist.telemetry.update_log.writer import HEADER
 
 _DIRECTORY = re.compile(r"updates(_\d+)?")
 _MAX_DEPTH = 6
-_HEADER = "log.json"
-# A segment may be replaced between the listing of its directory and its reading.
+# A live writer may finish one segment and begin the next while the directory is read.
 _ATTEMPTS = 3
 _THREADS = 4
+# Clocks of hosts differ: a training has not ended if it makes updates so long after its end.
+_APART_SECS = 1.0
+# The chief writes its log to this directory below the run's.
+_WRITER = re.compile(r"(^|/)(policy|workers/[^/]+)$")
+_LOG = re.compile(r"(^|/)updates(_\d+)?$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """All logs of one job. Times are seconds after `origin_secs`.
+
+    Attributes:
+      job: identifier of the job.
+      headers: header of each log, by its directory.
+      workers: names of all workers; the columns have indices into it.
+      origin_secs: Unix time of second 0.
+      left_out: number of updates, the oldest, that the log doesn't keep any more.
+      updates: all later ones, in order.
+      contributions: their gradients, in the order of the updates.
+      events: events, by time.
+      scalars: measurements, by time.
+    """
+
+    job: str
+    headers: dict[str, Header]
+    workers: tuple[str, ...]
+    origin_secs: float
+    left_out: int
+    updates: Updates
+    contributions: Contributions
+    events: Events
+    scalars: Scalars
+
+    @property
+    def header(self) -> Header:
+        """Header of the first log."""
+        return next(iter(self.headers.values()))
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates, with those that were left out."""
+        return self.left_out + len(self.updates)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Time of the opening of the first update, and of the last update; (0, 0) without any."""
+        times = self.updates.time
+        return (float(times[0] - self.updates.opened[0]), float(times[-1])) if len(times) else (0.0, 0.0)
+
+    @property
+    def ended(self) -> str:
+        """Text of the event that ended the training; "" while it runs, or where no log says so."""
+        ends = np.flatnonzero(self.events.event_kind == EventKind.FINISHED)
+        is_last = len(ends) and not (self.updates.time[-1:] > self.events.event_time[ends[-1]] + _APART_SECS).any()
+        return str(self.events.event_text[ends[-1]]) if is_last else ""
+
+    def update_of(self) -> np.ndarray:
+        """Returns the index of the update of each contribution: int32 [m]."""
+        return np.repeat(np.arange(len(self.updates), dtype=np.int32), self.updates.count)
+
+    def total(self) -> Groups:
+        """Adds up the whole timeline: one group, or none without any update."""
+        begin = np.zeros(min(1, len(self.updates)), np.int64)
+        return summarize(self.updates, self.contributions, begin, len(self.workers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +120,10 @@ class LogReader:
 
     Args:
       directory: a directory of logs, a run directory, or one above. Six levels of subdirectories are searched.
-      files: file system of `directory`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
-        self._directory = os.fspath(directory).rstrip("/") or "/"
-        self._files = files or LocalFiles()
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = pathlib.Path(directory)
         self._logs: dict[str, _Log] = {}
         self._seen: object = None
         self._timelines: tuple[Timeline, ...] = ()
@@ -68,33 +134,30 @@ class LogReader:
         Raises:
           OSError: the directory can't be listed.
         """
-        found = dict(find_logs(self._directory, self._files))
-        self._logs = {path: self._logs.get(path) or _Log(self._directory, path, self._files) for path in found}
+        found = find_logs(self._directory)
+        self._logs = {path: self._logs.get(path) or _Log(self._directory, path) for path in found}
         for log in self._logs.values():
             log.read()
-        skipped = tuple(each for log in self._logs.values() for each in log.skipped.values())
-        # Segments have unique names in their directory, and are never changed.
-        seen = [(path, log.header, sorted(log.content)) for path, log in self._logs.items()], skipped
+        skipped = tuple(each for log in self._logs.values() for each in log.skipped)
+        seen = [(path, log.header, log.stamps) for path, log in self._logs.items()], skipped
         is_new, self._seen = seen != self._seen, seen
         if is_new:
-            logs = [log.whole(log.header) for log in self._logs.values() if log.header is not None]
-            self._timelines = merged(logs)
+            self._timelines = _timelines(log for log in self._logs.values() if log.header is not None)
         return Reading(self._timelines, skipped, is_new)
 
 
-def read_logs(directory: str | os.PathLike[str], job: str | None = None, files: Files | None = None) -> Timeline:
-    """Reads all logs below a directory, once, and merges those of one job.
+def read_logs(directory: str | os.PathLike[str], job: str | None = None) -> Timeline:
+    """Reads all logs below a directory, once, and joins those of one job.
 
     Args:
       directory: a directory of logs, a run directory, or one above.
       job: identifier of the job; the one with the newest update, if it isn't given.
-      files: file system of `directory`.
 
     Raises:
       FileNotFoundError: there is no log.
       ValueError: there is no such job.
     """
-    reading = LogReader(directory, files).read()
+    reading = LogReader(directory).read()
     if not reading.timelines:
         reasons = "".join(f"; skipped {each.path}: {each.reason}" for each in reading.skipped[:3])
         raise FileNotFoundError(f"there is no update log below {os.fspath(directory)!r}{reasons}")
@@ -105,89 +168,153 @@ def read_logs(directory: str | os.PathLike[str], job: str | None = None, files: 
     raise ValueError(f"no log below {os.fspath(directory)!r} is of this job; they are of {jobs}. Received: job={job!r}")
 
 
-def find_logs(directory: str, files: Files) -> Iterator[tuple[str, list[str]]]:
-    """Yields each log's path below `directory`, "" for itself, and the names of its files."""
+def find_logs(directory: str | os.PathLike[str]) -> Iterator[str]:
+    """Yields the path of each log below `directory`, "" for itself. Links to directories are not followed."""
     pending = [("", 0)]
     while pending:
         path, depth = pending.pop()
-        subdirectories, names = files.entries(_join(directory, path))
-        if _HEADER in names and _DIRECTORY.fullmatch((path or os.path.basename(directory)).rpartition("/")[2]):  # noqa: PTH119
-            yield path, names
+        try:
+            with os.scandir(pathlib.Path(directory, path)) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        name = pathlib.Path(directory, path).resolve().name
+        if _DIRECTORY.fullmatch(name) and any(each.name == HEADER for each in entries):
+            yield path
         elif depth < _MAX_DEPTH:
-            pending += [(f"{path}/{each}" if path else each, depth + 1) for each in reversed(subdirectories)]
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            pending += [(f"{path}/{each}" if path else each, depth + 1) for each in reversed(names)]
+
+
+def run_directory(timeline: Timeline) -> str:
+    """Returns the path of a job's run directory, below the log directory; "" for the log directory itself."""
+    return _WRITER.sub("", _LOG.sub("", min(timeline.headers)))
 
 
 class _Log:
-    """Content of a log that was read."""
+    """Content of a log that was read.
 
-    def __init__(self, root: str, path: str, files: Files) -> None:
-        self._path = path
-        self._directory = _join(root, path)
-        self._files = files
+    Attributes:
+      header: content of `log.json`, once it was read.
+      stamps: by the name of each segment inode, time and size of the file that was read.
+    """
+
+    def __init__(self, root: pathlib.Path, path: str) -> None:
+        self.path = path
+        self._directory = root / path
         self.header: Header | None = None
-        self.content: dict[str, segments.Segment] = {}
-        self.skipped: dict[str, Skipped] = {}
-        # Segments never change, so a damaged one stays so; one that could not be read may be readable next time.
-        self._damaged: set[str] = set()
+        self.stamps: dict[str, tuple[int, ...]] = {}
+        self._content: dict[str, Segment | Exception] = {}
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """The files that could not be read."""
+        failed = {name: each for name, each in self._content.items() if isinstance(each, Exception)}
+        return [
+            Skipped(f"{self.path}/{name}".lstrip("/"), str(error) or type(error).__name__)
+            for name, error in sorted(failed.items())
+        ]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments in the order of their updates."""
+        return [each for _, each in sorted(self._content.items()) if isinstance(each, Segment)]
 
     def read(self) -> None:
-        """Reads the header, if that isn't done, and segments that are new."""
+        """Reads the header, if that isn't done, and segments that are new or were written again."""
         if self.header is None:
             try:
-                self.header = Header.from_json(self._files.read(f"{self._directory}/{_HEADER}"))
-                self.skipped.pop(_HEADER, None)
+                self.header = Header.from_json((self._directory / HEADER).read_bytes())
+                self._content.pop(HEADER, None)
             except (OSError, ValueError) as error:
-                self._skip(_HEADER, error)
+                self._content[HEADER] = error
                 return
-        for last in range(_ATTEMPTS - 1, -1, -1):
-            names = {each for each in self._files.entries(self._directory)[1] if segments.is_segment(each)}
-            gone = self._read_new(names, len(self.header.workers), is_last=not last)
-            self.content = {name: each for name, each in self.content.items() if name in names}
-            self.skipped = {name: each for name, each in self.skipped.items() if name in names}
-            if not gone:
+        for _ in range(_ATTEMPTS):
+            self._read_segments(len(self.header.workers))
+            if self._is_gapless():
                 break
 
-    def whole(self, header: Header) -> Log:
-        """Returns the segments in the order of their updates, without replaced ones."""
-        replaced = set(itertools.chain.from_iterable(each.replaces for each in self.content.values()))
-        kept = [(each.first, segments.kind_and_serial(name)[1], each) for name, each in self.content.items()]
-        ordered = sorted((each for each in kept if each[1] not in replaced), key=lambda each: each[:2])
-        content = [each[2] for each in ordered]
-        return Log(
-            self._path,
-            header,
-            [each for each in content if isinstance(each, segments.Summary)],
-            [each for each in content if isinstance(each, segments.Detail)],
-        )
+    def _read_segments(self, workers: int) -> None:
+        stamps: dict[str, tuple[int, ...]] = {}
+        try:
+            with os.scandir(self._directory) as found:
+                for entry in found:
+                    if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
+                        status = entry.stat()
+                        stamps[entry.name] = status.st_ino, status.st_mtime_ns, status.st_size
+        except FileNotFoundError:
+            pass
 
-    def _read_new(self, names: set[str], workers: int, is_last: bool) -> bool:
-        """Reads segments; returns True if some have vanished, because others have replaced them."""
-        gone = False
-        new = sorted(names - self.content.keys() - self._damaged)
+        def read(name: str) -> Segment | Exception:
+            try:
+                return Segment.decoded((self._directory / name).read_bytes(), workers)
+            except (OSError, ValueError) as error:
+                return error
+
+        # One that could not be read may be readable next time.
+        failed = {name for name, each in self._content.items() if isinstance(each, OSError)}
+        new = [name for name in sorted(stamps) if self.stamps.get(name) != stamps[name] or name in failed]
+        self._content = {name: each for name, each in self._content.items() if name in stamps}
         # Reading and inflating run without Python's lock.
         with concurrent.futures.ThreadPoolExecutor(_THREADS if len(new) > 1 else 1) as pool:
-            for name, read in zip(new, pool.map(functools.partial(self._segment, workers), new), strict=True):
-                if isinstance(read, segments.Segment):
-                    self.content[name] = read
-                    self.skipped.pop(name, None)
-                elif isinstance(read, OSError) and not is_last:
-                    gone = True
-                else:
-                    self._skip(name, read)
-                    if not isinstance(read, OSError):
-                        self._damaged.add(name)
-        return gone
+            # The oldest are removed while others are read.
+            self._content |= {
+                name: each
+                for name, each in zip(new, pool.map(read, new), strict=True)
+                if not isinstance(each, FileNotFoundError)
+            }
+        self.stamps = {name: stamp for name, stamp in stamps.items() if name in self._content}
 
-    def _segment(self, workers: int, name: str) -> segments.Segment | Exception:
-        try:
-            data = self._files.read(f"{self._directory}/{name}")
-            return segments.decode(segments.kind_and_serial(name)[0], data, workers)
-        except (OSError, ValueError) as error:
-            return error
-
-    def _skip(self, name: str, error: Exception) -> None:
-        self.skipped[name] = Skipped(f"{self._path}/{name}".lstrip("/"), str(error) or type(error).__name__)
+    def _is_gapless(self) -> bool:
+        ends = [each.first + len(each.updates) for each in self.segments]
+        return [each.first for each in self.segments[1:]] == ends[:-1]
 
 
-def _join(directory: str, path: str) -> str:
-    return f"{directory}/{path}" if path else directory
+def _timelines(logs: Iterable[_Log]) -> tuple[Timeline, ...]:
+    """Joins the logs of each job; the job with the newest update is last."""
+    jobs: dict[str, list[tuple[Header, str, Segment]]] = {}
+    for log in logs:
+        if log.header is not None:
+            jobs.setdefault(log.header.job, []).append((log.header, log.path, Segment.joined(log.segments)))
+    found = [_timeline(job, each) for job, each in jobs.items()]
+    return tuple(sorted(found, key=lambda each: each.origin_secs + each.span[1]))
+
+
+def _timeline(job: str, logs: list[tuple[Header, str, Segment]]) -> Timeline:
+    logs.sort(key=lambda each: (each[0].origin_secs + (each[2].updates.time[:1].sum()), each[1]))
+    workers = tuple(sorted({name for header, *_ in logs for name in header.workers}, key=_natural))
+    origin = logs[0][0].origin_secs
+    whole = Segment.joined([_placed(part, header, workers, header.origin_secs - origin) for header, _, part in logs])
+    return Timeline(
+        job=job,
+        headers={path: header for header, path, _ in logs},
+        workers=workers,
+        origin_secs=origin,
+        left_out=sum(part.first for *_, part in logs),
+        updates=whole.updates,
+        contributions=whole.contributions,
+        events=whole.events[np.argsort(whole.events.event_time, kind="stable")],
+        scalars=whole.scalars[np.argsort(whole.scalars.scalar_time, kind="stable")],
+    )
+
+
+def _placed(part: Segment, header: Header, workers: Sequence[str], shift: float) -> Segment:
+    """Returns a log with the times and the workers of the timeline."""
+    index = np.array([workers.index(name) for name in header.workers], np.int64)
+    events = part.events
+    known = (events.event_worker >= 0) & (events.event_worker < len(index))
+    return dataclasses.replace(
+        part,
+        updates=part.updates.replace(time=part.updates.time + shift),
+        contributions=part.contributions.replace(worker=index[part.contributions.worker]),
+        events=events.replace(
+            event_time=events.event_time + shift,
+            event_worker=np.where(known, index[np.where(known, events.event_worker, 0)], -1),
+        ),
+        scalars=part.scalars.replace(scalar_time=part.scalars.scalar_time + shift),
+    )
+
+
+def _natural(name: str) -> str:
+    """Sorts "worker:10" behind "worker:9"."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(12), name)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 FORMAT = "tfdist update log"
-VERSION = 1
+VERSION = 2
 MAX_WORKERS = 2**16
 
 
@@ -94,14 +94,17 @@ class Header:
         """Parses the content of `log.json`.
 
         Raises:
-          ValueError: it is no header of an update log, or of a later version.
+          ValueError: it is no header of an update log, or of another version.
         """
         values = json.loads(data)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f'log.json has no "format": "{FORMAT}"')
         version = values.get("version")
-        if not isinstance(version, int) or version > VERSION:
-            raise ValueError(f"version {version!r} of the format is later than {VERSION}; upgrade tfdist to read it")
+        if version != VERSION:
+            remedy = (
+                "upgrade tfdist" if isinstance(version, int) and version > VERSION else "use the tfdist that wrote it"
+            )
+            raise ValueError(f"it is of version {version!r} of the format, not {VERSION}; {remedy} to read it")
         return Header(
             job=_text(values, "job"),
             writer=_text(values, "writer"),

@@ -1,32 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregates consecutive updates into groups: for old segments of a log, and for levels of detail on a screen.
-
-`summarize` takes single updates, `regroup` takes groups. Both give the same numbers, up to the rounding of float32:
-`regroup(summarize(..., small), large) == summarize(..., large)`.
-"""
+"""Adds up consecutive updates: for totals, and for levels of detail on a screen."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 
 from tfdist.policies.records import Outcome
-from tfdist.telemetry.update_log.columns import Contributions, Groups, Updates
-
-GROUP_STEPS = 64
-COARSE_GROUP_STEPS = 4096
-_MAXIMA = ("compute_max", "staleness_max")
+from tfdist.telemetry.update_log.columns import Columns, Contributions, Float32, Float64, Int32, Int64, Updates
 
 
-def buckets(first_step: np.ndarray, steps: int) -> np.ndarray:
-    """Returns the index at which each group begins, if a group has the updates of equal (step - 1) // steps.
+@dataclasses.dataclass(frozen=True)
+class Groups(Columns):
+    """One row for each group of consecutive updates, g of them; columns about gradients have a cell for each worker.
 
-    Groups of all workers' logs then have the same limits. Where a job goes back to an earlier step, a group begins.
+    Attributes:
+      begin: float64 [g], opening of its first update.
+      end: float64 [g], time of its last update.
+      updates: int64 [g], number of updates.
+      examples: int64 [g], number of examples.
+      wait: float64 [g], sum of the updates' `wait`.
+      reduce_secs: float64 [g], sum of the updates' `reduce`.
+      accepted, dropped, lost: int32 [g, w], numbers of gradients.
+      compute_secs: float32 [g, w], sum of arrival - start.
+      compute_max: float32 [g, w], maximum of arrival - start.
+      wait_secs: float32 [g, w], sum over accepted gradients of the update's time - its `reduce` - arrival.
+      held_secs: float32 [g, w], sum of `held`.
+      staleness_sum: int32 [g, w], over the accepted gradients.
+      staleness_max: int32 [g, w], over the accepted gradients.
+      input_secs: float32 [g, w], sum of `input`.
     """
-    if not len(first_step):
-        return np.zeros(0, np.int64)
-    bucket = (first_step - 1) // steps
-    begins = (bucket[1:] != bucket[:-1]) | (first_step[1:] < first_step[:-1])
-    return np.flatnonzero(np.concatenate([[True], begins]))
+
+    begin: Float64
+    end: Float64
+    updates: Int64
+    examples: Int64
+    wait: Float64
+    reduce_secs: Float64
+    accepted: Int32
+    dropped: Int32
+    lost: Int32
+    compute_secs: Float32
+    compute_max: Float32
+    wait_secs: Float32
+    held_secs: Float32
+    staleness_sum: Int32
+    staleness_max: Int32
+    input_secs: Float32
 
 
 def summarize(updates: Updates, contributions: Contributions, starts: np.ndarray, workers: int) -> Groups:
@@ -35,52 +56,25 @@ def summarize(updates: Updates, contributions: Contributions, starts: np.ndarray
     Args:
       updates: n updates.
       contributions: their contributions, in the order of the updates.
-      starts: index of the first update of each group, increasing, from 0.
+      starts: index of the first update of each group, increasing, from 0; without any there is no group.
       workers: number of workers.
     """
-    if not len(starts):
-        return Groups.empty(workers)
-    ends = np.append(starts[1:], len(updates))
-    first, last = starts, ends - 1
-    opening = updates.time - updates.opened
+    ends = np.append(starts[1:], len(updates))[: len(starts)]
     return Groups.of(
-        first_step=updates.step[first],
-        last_step=updates.step[last],
-        begin=opening[first],
-        end=updates.time[last],
+        begin=(updates.time - updates.opened)[starts],
+        end=updates.time[ends - 1],
         updates=ends - starts,
-        examples=_sums(updates.examples, starts, np.int64),
-        wait=_sums(updates.wait, starts, np.float64),
-        reduce_secs=_sums(updates.reduce, starts, np.float64),
-        phase=updates.phase[last],
+        examples=np.add.reduceat(updates.examples, starts, dtype=np.int64),
+        wait=np.add.reduceat(updates.wait, starts, dtype=np.float64),
+        reduce_secs=np.add.reduceat(updates.reduce, starts, dtype=np.float64),
         **_cells(updates, contributions, starts, workers),
-    )
-
-
-def regroup(groups: Groups, starts: np.ndarray) -> Groups:
-    """Adds up groups: `starts` has the index of the first of the given groups of each new one, from 0."""
-    if not len(starts):
-        return groups[:0]
-    last = np.append(starts[1:], len(groups)) - 1
-    cells = {name: _reduced(name, getattr(groups, name), starts) for name in Groups.CELLS}
-    return Groups.of(
-        first_step=groups.first_step[starts],
-        last_step=groups.last_step[last],
-        begin=groups.begin[starts],
-        end=groups.end[last],
-        updates=_sums(groups.updates, starts, np.int64),
-        examples=_sums(groups.examples, starts, np.int64),
-        wait=_sums(groups.wait, starts, np.float64),
-        reduce_secs=_sums(groups.reduce_secs, starts, np.float64),
-        phase=groups.phase[last],
-        **cells,
     )
 
 
 def _cells(updates: Updates, contributions: Contributions, starts: np.ndarray, workers: int) -> dict[str, np.ndarray]:
     """Returns the columns of shape [g, w]."""
     shape = len(starts), workers
-    ends = np.append(starts[1:], len(updates))
+    ends = np.append(starts[1:], len(updates))[: len(starts)]
     offsets = updates.offsets
     per_group = offsets[ends] - offsets[starts]
     cell = np.repeat(np.arange(len(starts), dtype=np.int64) * workers, per_group) + contributions.worker
@@ -111,13 +105,3 @@ def _cells(updates: Updates, contributions: Contributions, starts: np.ndarray, w
         "staleness_sum": total(accepted, staleness),
         "staleness_max": largest(accepted, staleness),
     }
-
-
-def _sums(values: np.ndarray, starts: np.ndarray, dtype: type) -> np.ndarray:
-    return np.add.reduceat(values, starts, dtype=dtype)
-
-
-def _reduced(name: str, values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    if name in _MAXIMA:
-        return np.maximum.reduceat(values, starts, axis=0)
-    return np.add.reduceat(values, starts, axis=0, dtype=np.float64)

@@ -12,7 +12,8 @@ import dataclasses
 import numpy as np
 
 from tfdist.policies.records import Outcome
-from tfdist.telemetry.update_log import Groups, Timeline, summary
+from tfdist.telemetry.update_log import Groups, Timeline
+from tfdist.telemetry.update_log.summary import summarize
 
 # Seconds of computation by fate of the gradient, idle seconds, and counts.
 CHANNELS = (
@@ -66,7 +67,7 @@ class Levels:
         self._longest = self._longest_life()
         groups, dropped, lost = self._base()
         # One group of all updates.
-        self.total = summary.regroup(groups, np.zeros(min(1, len(groups)), np.int64))
+        self.total = timeline.total()
         self._edges, self._cells, self._totals = _prefix_sums(groups, dropped, lost)
 
     @property
@@ -77,7 +78,7 @@ class Levels:
     def window(self, begin: float, end: float, buckets: int) -> Buckets:
         """Adds up `buckets` equal parts of a window."""
         first, last = self.rows(begin, end)
-        is_exact = begin >= self._detail_begin() and self._offsets[last] - self._offsets[first] <= MAX_ROWS
+        is_exact = self._offsets[last] - self._offsets[first] <= MAX_ROWS
         if is_exact:
             cells, totals = self._exact(first, last, begin, end, buckets)
         else:
@@ -94,12 +95,9 @@ class Levels:
         return int(first), int(last)
 
     def is_detailed(self, begin: float, end: float, most: int) -> bool:
-        """Returns True if the window has single gradients only, and at most so many."""
+        """Returns True if the window has at most so many gradients."""
         first, last = self.rows(begin, end)
-        return bool(begin >= self._detail_begin() and self._offsets[last] - self._offsets[first] <= most)
-
-    def _detail_begin(self) -> float:
-        return float(self._timeline.groups.end[-1]) if len(self._timeline.groups) else -np.inf
+        return bool(self._offsets[last] - self._offsets[first] <= most)
 
     def _longest_life(self) -> float:
         """Returns how long before its update a gradient or a hold begins, at most; rare longer ones are cut."""
@@ -114,17 +112,12 @@ class Levels:
     def _base(self) -> tuple[Groups, np.ndarray, np.ndarray]:
         """Returns groups of all updates, with the seconds of dropped and of lost gradients, [g, w]."""
         timeline, workers = self._timeline, self._workers
-        old = timeline.groups
         most = max(64, min(_MAX_GROUPS, _MAX_CELLS // workers))
         size = -(-len(timeline.updates) // most) or 1
         starts = np.arange(0, len(timeline.updates), size)
-        new = summary.summarize(timeline.updates, timeline.contributions, starts, workers)
-        count = np.maximum(1, old.accepted + old.dropped + old.lost)
-        parts = []
-        for outcome, counted in ((Outcome.DROPPED, old.dropped), (Outcome.LOST, old.lost)):
-            secs = _secs_of(timeline, outcome, starts, workers)
-            parts.append(np.concatenate([old.compute_secs * (counted / count), secs]))
-        return Groups.concatenated([old, new]), parts[0], parts[1]
+        groups = summarize(timeline.updates, timeline.contributions, starts, workers)
+        dropped, lost = (_secs_of(timeline, each, starts, workers) for each in (Outcome.DROPPED, Outcome.LOST))
+        return groups, dropped, lost
 
     def _exact(self, first: int, last: int, begin: float, end: float, buckets: int) -> tuple[np.ndarray, np.ndarray]:
         timeline, workers = self._timeline, self._workers

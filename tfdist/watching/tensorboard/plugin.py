@@ -19,56 +19,32 @@ from typing import Any
 import numpy as np
 import werkzeug
 from tensorboard.backend import http_util
-from tensorboard.compat import tf
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from tfdist.planning import replay
-from tfdist.telemetry import report, scalar_files
-from tfdist.telemetry.scalar_files import Point, ScalarFiles, Scalars
-from tfdist.telemetry.update_log import Files, LocalFiles, LogReader, Skipped, Timeline, run_directory
+from tfdist.telemetry import report
+from tfdist.telemetry.update_log import LogReader, Skipped, Timeline, run_directory
 from tfdist.telemetry.update_log.reader import find_logs
 from tfdist.watching.tensorboard import level_of_detail, worker_table
 
-# Loss, and bytes per second of each task, from the files of `tfdist.callbacks.Telemetry`.
-
-
-DIRECTIONS = {scalar_files.SENT: "sent", scalar_files.RECEIVED: "received"}
-_RUNS = {"train": "train", "tfdist_train": "train", "validation": "validation", "tfdist_validation": "validation"}
 _POINTS = 1000
 _MAX_SERIES = 500
-# Telemetry writes a point every 5 s: the last one of a training may be later than its last update.
-_LATE_SECS = 10.0
 
 
-def of_job(found: Scalars, timeline: Timeline) -> dict[str, Any]:
-    """Returns the series of a job: points of time after the job's origin, step and value.
-
-    Args:
-      found: the scalars in the job's run directory.
-      timeline: the job.
-    """
-    series, losses = [], []
-    for folder in sorted(found):
-        for tag in sorted(found[folder], reverse=True):
-            points = _points(found[folder][tag], timeline)
-            if points and tag in DIRECTIONS:
-                # The run itself has the process of the chief, or the only one.
-                name = scalar_files.task_of(folder) or timeline.header.writer
-                series.append({"run": folder, "direction": DIRECTIONS[tag], "name": name, "points": points})
-            elif points and folder in _RUNS:
-                losses.append({"name": _RUNS[folder], "points": points})
+def series_of(timeline: Timeline) -> dict[str, Any]:
+    """Returns the loss, and bytes per second of each task: points of time after the job's origin, step and value."""
+    series, losses, found = [], [], timeline.scalars
+    for name in np.unique(found.scalar_name).tolist():
+        rows = found[found.scalar_name == name]
+        rows = rows[:: -(-len(rows) // _POINTS)]
+        points = np.stack([rows.scalar_time, rows.scalar_step, rows.scalar_value], axis=1).tolist()
+        kind, _, of = name.partition("/")
+        if kind == "loss":
+            losses.append({"name": of, "points": points})
+        else:
+            series.append({"direction": kind, "name": of, "points": points})
     return {"series": series[:_MAX_SERIES], "losses": losses}
-
-
-def _points(points: Sequence[Point], timeline: Timeline) -> list[list[float]]:
-    begin, end = timeline.span
-    events = timeline.events
-    end = max([end, *(events.event_time + events.event_secs).tolist()]) + _LATE_SECS
-    rows = [[each.wall_time - timeline.origin_secs, each.step, each.value] for each in points]
-    # Several trainings may have written to one directory.
-    rows = [row for row in rows if begin <= row[0] <= end]
-    return rows[:: -(-len(rows) // _POINTS)] if rows else []
 
 
 # The disk is looked at again after so many seconds, and after ten times as long as the last look took.
@@ -163,7 +139,7 @@ class RecordedJob:
             "simulated": header.simulated,
             "workers": list(timeline.workers),
             "updates": timeline.num_updates,
-            "aggregated_updates": int(timeline.groups.updates.sum()),
+            "left_out": timeline.left_out,
             "gradients": len(timeline.contributions),
             "origin_secs": timeline.origin_secs,
             "begin": begin,
@@ -177,20 +153,17 @@ class Jobs:
 
     Args:
       directory: the log directory.
-      files: its file system.
       clock: seconds, for the intervals between two readings.
     """
 
-    def __init__(self, directory: str, files: Files | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
-        self._files = files or LocalFiles()
-        self._reader = LogReader(directory, self._files)
+        self._reader = LogReader(directory)
         self._clock = clock
         self._lock = threading.Lock()
         self._next_read = -1e9
         self._jobs: dict[str, RecordedJob] = {}
         self._skipped: tuple[Skipped, ...] = ()
-        self._scalars: dict[str, ScalarFiles] = {}
         self._looking: threading.Thread | None = None
         self._next_look = -1e9
         self.has_logs = False
@@ -221,13 +194,6 @@ class Jobs:
             self.all()
         return self._jobs.get(job_id)
 
-    def scalars(self, job: RecordedJob) -> dict[str, Any]:
-        """Returns the loss, and the bytes of the tasks, of a job."""
-        path = "/".join(filter(None, (self._directory.rstrip("/"), job.run)))
-        with self._lock:
-            found = self._scalars.setdefault(job.run, ScalarFiles(path, self._files)).read()
-            return of_job(found, job.timeline)
-
     def _read(self) -> None:
         reading = self._reader.read()
         self._skipped = reading.skipped
@@ -239,7 +205,7 @@ class Jobs:
 
     def _look(self) -> None:
         try:
-            self.has_logs = bool(list(itertools.islice(find_logs(self._directory, self._files), 1)))
+            self.has_logs = bool(list(itertools.islice(find_logs(self._directory), 1)))
             if self.has_logs:
                 # The page asks for this first.
                 for job in self.all()[0][:1]:
@@ -375,7 +341,7 @@ def unpacked(block: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 _STATIC = pathlib.Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 _LOGGER = logging.getLogger("tfdist")
-_NO_LOGDIR = "TensorBoard was started without --logdir; the tfdist page reads update logs below a log directory"
+_NO_LOGDIR = "the tfdist page reads update logs below a directory; start TensorBoard with --logdir of a file system"
 
 
 class TfdistPlugin(base_plugin.TBPlugin):
@@ -385,7 +351,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
 
     def __init__(self, context: base_plugin.TBContext) -> None:
         self._logdir = context.logdir or ""
-        self._jobs = Jobs(self._logdir, _files(self._logdir)) if self._logdir else None
+        self._jobs = Jobs(self._logdir) if self._logdir and "://" not in self._logdir else None
 
     def is_active(self) -> bool:
         """Returns True once a log was seen. Looking for logs is done in the background."""
@@ -403,7 +369,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
             "/jobs": self._route(self._list),
             "/workers": self._route(lambda request: workers(self._job(request))),
             "/window": self._route(self._window),
-            "/scalars": self._route(lambda request: self._known().scalars(self._job(request))),
+            "/scalars": self._route(lambda request: series_of(self._job(request).timeline)),
             "/advice": self._route(lambda request: self._job(request).advice()),
         }
 
@@ -459,40 +425,3 @@ def _file(path: pathlib.Path) -> Callable[..., Any]:
         return http_util.Respond(request, path.read_bytes(), _TYPES[path.suffix])
 
     return respond
-
-
-def _files(logdir: str) -> Files:
-    return RemoteFiles() if "://" in logdir else LocalFiles()
-
-
-class RemoteFiles:
-    """Files that TensorBoard can read, in an object store, for instance."""
-
-    def read(self, path: str, offset: int = 0) -> bytes:
-        """Returns the content of a file from an offset on."""
-        try:
-            with tf.io.gfile.GFile(path, "rb") as file:
-                return file.read()[offset:]
-        except tf.errors.OpError as error:
-            raise FileNotFoundError(str(error)) from error
-
-    def entries(self, directory: str) -> tuple[list[str], list[str]]:
-        """Returns the names of the subdirectories and of the files in a directory; none if it doesn't exist."""
-        try:
-            for _, directories, files in tf.io.gfile.walk(directory):
-                return sorted(each.rstrip("/") for each in directories), sorted(files)
-        except tf.errors.OpError:
-            pass
-        return [], []
-
-    def write(self, path: str, data: bytes) -> None:
-        """Raises: the page only reads."""
-        raise PermissionError(f"the tfdist page writes no files: {path}")
-
-    def remove(self, path: str) -> None:
-        """Raises: the page only reads."""
-        raise PermissionError(f"the tfdist page removes no files: {path}")
-
-    def claim_directory(self, path: str) -> bool:
-        """Raises: the page only reads."""
-        raise PermissionError(f"the tfdist page makes no directories: {path}")

@@ -111,7 +111,7 @@ class Page {
       short(job.strategy, 60), `${count(job.updates, 'update')} in ${secs(job.end - job.begin)}`, state(job),
       job.policies.length ? `policies: ${short(job.policies.join(', '), 200)}` : 'no policies',
       job.simulated ? 'simulated' : '',
-      job.aggregated_updates ? `the oldest ${count(job.aggregated_updates, 'update')} in sums` : '',
+      job.left_out ? `without the oldest ${count(job.left_out, 'update')}` : '',
     ].filter(Boolean).join(' · ');
     this.content.hidden = !job.updates;
     if (!job.updates) {

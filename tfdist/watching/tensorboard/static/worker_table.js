@@ -50,8 +50,8 @@ export class WorkerTable {
 
   show(job, workers) {
     this.rows = workers.rows;
-    this.note.textContent = job.aggregated_updates
-      ? `Costs and percentiles are of the newest ${count(workers.detail_updates, 'update')}; older ones are kept in sums.` : '';
+    this.note.textContent = workers.detail_updates < job.updates
+      ? `Costs and percentiles are of the newest ${count(workers.detail_updates, 'update')}.` : '';
     this.draw();
   }
 
