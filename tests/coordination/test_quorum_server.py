@@ -15,6 +15,7 @@ from tfdist import _sockets
 from tfdist.coordination import quorum_server as wire
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import Act, QuorumServer, Verdict, WorkerReport
+from tfdist.policies import Outcome
 
 SECRET = b"the secret of this job"
 
@@ -115,6 +116,11 @@ def test_dropped_gradients_are_reported_with_the_next_update():
         running.contribute(1, 1)
         verdict = running.verdicts(1)[0]
         assert verdict is not None and (verdict.contributors(), verdict.dropped()) == ((1,), (1,))
+        # The log of the chief counts it, too.
+        update = running.server.update_of(2)
+    assert update is not None
+    outcomes = [(each.replica, each.outcome, each.staleness) for each in update.contributions]
+    assert outcomes == [(1, Outcome.DROPPED, 1), (1, Outcome.ACCEPTED, 0)]
 
 
 def test_a_pass_ends_for_all_and_what_had_arrived_is_given_up():

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 import tfdist
-from tfdist.policies import base
+from tfdist.policies import Outcome, base
 
 
 def _begun(total_num_replicas: int, spares: int) -> tfdist.BackupWorkers:
@@ -75,7 +75,8 @@ def test_a_replica_gives_a_step_one_gradient_only():
         policy.started(1, 1.0)
     assert _arrive(policy, 0, 1, 2) == [False, True, False]
     assert not policy.may_start(2)
-    assert policy.updated(1.0).dropped == (0, 2)
+    # A second gradient of replica 0 was never started.
+    assert policy.updated(1.0).dropped == (2,)
 
 
 def test_waiting_counts_from_when_keras_asked():
@@ -114,7 +115,10 @@ def test_what_a_lost_replica_computed_never_enters_also_after_it_is_back():
     assert _arrive(policy, 0) == [False]
     _start(policy, 0)
     assert _arrive(policy, 0) == [True]
-    assert policy.updated(3.0).dropped == (0, 0)
+    update = policy.updated(3.0)
+    # It is lost once, and not dropped as well.
+    assert update.dropped == ()
+    assert [each.replica for each in update.contributions if each.outcome is Outcome.LOST] == [0]
 
 
 def test_what_a_lost_replica_had_sent_says_nothing_about_what_it_computes_now():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from aggregated_cluster import BATCH, NUM_WORKERS, STALL_SECS, Straggler, X, Y, compiled
+from tensorflow.python.data.experimental.ops import testing
 from training import Logs
 from waiting import wait_until
 
@@ -128,6 +129,20 @@ def test_the_number_of_spares_follows_the_delays(
         fit(model, epochs=2)
     assert "tfdist: spares 0 -> 1 of 4 replicas" in capfd.readouterr().err
     assert int(model.optimizer.iterations.numpy()) == 24
+
+
+def test_slow_input_of_a_worker_with_spares_is_named(with_spares: Callable[[int], Any]) -> None:
+    strategy = with_spares(1)
+
+    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat()
+        return data.apply(testing.sleep(100_000)) if context.input_pipeline_id == LAST else data
+
+    strategy.distribution.recorder.take()
+    compiled(strategy).fit(strategy.distribute_datasets_from_function(make), steps_per_epoch=100, verbose=0)
+    report = strategy.distribution.recorder.take().report([f"worker:{index}" for index in range(NUM_WORKERS)])
+    slow, *others = (report.input_secs[f"worker:{index}"].p50 for index in (LAST, *range(LAST)))
+    assert slow > 0.05 > 2 * max(others)
 
 
 def test_evaluate_while_a_straggler_computes(with_spares: Callable[[int], Any], straggler: Straggler) -> None:

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import telemetry_files
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import testing
 from waiting import Clock
 
 import tfdist
 from tfdist.policies import Contribution, Outcome, Update
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.update_log import EventKind, read_logs
+from tfdist.watching.tensorboard import worker_table
 
 X = np.random.default_rng(0).random((64, 4), np.float32)
 Y = X.sum(1, keepdims=True)
@@ -295,6 +297,22 @@ def test_a_fit_within_a_fit_gives_the_log_back(cpus: list[str], tmp_path: pathli
     fit(outer, [tfdist.callbacks.Telemetry(tmp_path / "outer"), Within()], steps=8)
     assert [read_logs(tmp_path / each).num_updates for each in ("inner", "outer")] == [4, 8]
     assert strategy.distribution.recorder.sink is None
+
+
+@pytest.mark.devices
+def test_replica_with_a_slow_input_is_named_in_all_views(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    strategy = tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares=1)])
+
+    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).repeat()
+        return data.apply(testing.sleep(50_000)) if context.input_pipeline_id == 1 else data
+
+    data = strategy.distribute_datasets_from_function(make)
+    compiled(strategy).fit(data, steps_per_epoch=200, verbose=0, callbacks=[tfdist.callbacks.Telemetry(tmp_path)])
+    report, timeline = strategy.report(), read_logs(tmp_path)
+    assert "of its time is input" in report.in_words and report.in_words.startswith("worker:1 is ")
+    assert worker_table.report_of(timeline).in_words == report.in_words
+    assert timeline.total().dropped[0].tolist() == list(report.dropped.values())
 
 
 @pytest.mark.devices

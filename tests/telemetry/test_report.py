@@ -320,13 +320,15 @@ def test_few_values_have_no_upper_limit() -> None:
     assert few and Interval.of_median(few).is_above(Interval.of_median(many))
 
 
-def late_of(counts: Sequence[int], secs: Sequence[float]) -> Report:
+def late_of(counts: Sequence[int], secs: Sequence[float], input_share: float = 0.0) -> Report:
     """Updates without the gradients of the last worker, which are dropped."""
     recorder, now = Recorder([f"worker:{index}" for index in range(len(counts))], is_complete=True), 0.0
     for number in range(max(counts)):
         now += 1.0
         ended = [
-            Contribution(index, now - secs[index], now, Outcome(index == len(counts) - 1), 0, 1.0, 0.5)
+            Contribution(
+                index, now - secs[index], now, Outcome(index == len(counts) - 1), 0, 1.0, 0.5, secs[index] * input_share
+            )
             for index, count in reversed([*enumerate(counts)])
             if number < count
         ]
@@ -350,6 +352,14 @@ def test_worker_with_few_gradients_all_dropped_is_told(count: int, words: str) -
     # One that came late, or comes back, is as fast as the others.
     if count == 3:
         assert late_of([50, 50, count], [0.01, 0.01, 0.01]).in_words == "no worker stands out"
+
+
+def test_input_of_dropped_gradients_is_named_beside_the_drops() -> None:
+    words = late_of([50, 50, 50], [0.01, 0.01, 0.3], input_share=0.9).in_words
+    assert (
+        words
+        == "worker:2 is 30 times as slow as the median: 90 % of its time is input, 100 % of its gradients are dropped"
+    )
 
 
 def test_report_watch_and_page_agree_to_the_digit(tmp_path: pathlib.Path) -> None:

@@ -135,6 +135,7 @@ def timeline(events: list[tuple] = (), silent: float = 0.0) -> Timeline:
         **{name: np.full(count, value) for name, value in (("opened", 1.0), ("wait", 0.5), ("examples", 8))},
         phase=np.zeros(count),
         count=[len(step) for step in there],
+        reduce=np.zeros(count),
     )
     gradients = Contributions.of(
         worker=workers,

@@ -94,9 +94,9 @@ class QuorumClient:
         """Reports that Keras asks for the update, and that this worker starts to compute a contribution to it."""
         self._report(WorkerReport(Act.STARTED, number, step))
 
-    def arrived(self, number: int, step: int, examples: int, secs: float) -> None:
-        """Reports that this worker has computed its contribution, from so many examples and in so many seconds."""
-        self._report(WorkerReport(Act.ARRIVED, number, step, examples, secs))
+    def arrived(self, number: int, step: int, examples: int, secs: float, input_secs: float = 0.0) -> None:
+        """Reports that this worker has computed its contribution; see `WorkerReport`."""
+        self._report(WorkerReport(Act.ARRIVED, number, step, examples, secs, min(input_secs, secs)))
 
     def ended(self, number: int, step: int) -> None:
         """Reports that this worker's data have ended."""

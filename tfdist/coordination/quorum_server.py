@@ -43,7 +43,7 @@ from tfdist.policies.base import Aggregation, Update
 # raises `ProtocolError`, and the receiver closes the connection.
 
 
-_PROTOCOL = "tfdist-quorum-3"
+_PROTOCOL = "tfdist-quorum-4"
 REFUSAL = b"refused\n"
 
 # `Verdict.marks` of an update has this bit for a contributor; the other bits count the worker's dropped gradients.
@@ -93,6 +93,7 @@ class WorkerReport:
       step: the global step.
       examples: number of examples in the contribution.
       secs: time that the computation of the contribution took, on the worker's clock.
+      input_secs: the part of it in which the worker waited for its batch.
     """
 
     act: Act
@@ -100,10 +101,11 @@ class WorkerReport:
     step: int = 0
     examples: int = 0
     secs: float = 0.0
+    input_secs: float = 0.0
 
     def pack(self) -> bytes:
         """Returns the line."""
-        return f"{self.act:d} {self.number} {self.step} {self.examples} {self.secs!r}\n".encode()
+        return f"{self.act:d} {self.number} {self.step} {self.examples} {self.secs!r} {self.input_secs!r}\n".encode()
 
     @classmethod
     def unpack(cls, line: bytes) -> WorkerReport:
@@ -113,12 +115,12 @@ class WorkerReport:
           ProtocolError: it is no report.
         """
         try:
-            act, *numbers, secs = line.decode("ascii").split()
+            act, *numbers, secs, input_secs = line.decode("ascii").split()
             number, step, examples = map(int, numbers)
-            report = cls(Act(int(act)), number, step, examples, float(secs))
+            report = cls(Act(int(act)), number, step, examples, float(secs), float(input_secs))
         except ValueError:
             raise ProtocolError("sent no report") from None
-        if not 0.0 <= report.secs < math.inf or min(number, step, examples) < 0:
+        if not 0.0 <= report.input_secs <= report.secs < math.inf or min(number, step, examples) < 0:
             raise ProtocolError("sent a report of impossible numbers")
         return report
 
@@ -394,9 +396,11 @@ class QuorumServer:
             return
         if report.act == Act.STARTED:
             self._started[worker] = report.step
-            # A worker that has not received the last verdict yet starts for a step that is over; that is ignored.
             if is_current:
                 self._policy.start(worker, now)
+            elif report.step < step:
+                # The worker has not received the last verdict yet.
+                self._policy.started_late(worker, report.step, now)
         elif report.act == Act.ENDED:
             self._started.pop(worker, None)
             if is_current:
@@ -411,7 +415,7 @@ class QuorumServer:
         self._started.pop(worker, None)
         # STARTED and ARRIVED may be read together, if this thread or the network was slow: only the worker knows how
         # long it has computed.
-        self._policy.correct_start(worker, report.step, now - report.secs)
+        self._policy.measured(worker, report.step, report.input_secs, now - report.secs)
         if self._policy.arrived(worker, report.step, now).accepted:
             self._examples[worker] = report.examples
         if not self._policy.update_due:

@@ -109,6 +109,11 @@ class RoundRunner:
                     self._fail_update(error)
                 self._startable.wait(POLL_SECS)
 
+    def measured(self, replica: int, local_step: int, input_secs: float) -> None:
+        """Notes for how long `replica` has waited for the batch of the contribution that it computes."""
+        with self._lock:
+            self._policy.measured(replica, local_step, input_secs)
+
     def arrive(self, replica: int, local_step: int) -> bool:
         """Notes that `replica` has computed a contribution; returns True if the policy accepts it."""
         with self._lock:

@@ -49,7 +49,7 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, CountedDataset, registry
 from tfdist.passes.shares import Sum
 from tfdist.policies.records import Contribution, Outcome, Update
-from tfdist.step import contribution, losses, one_replica
+from tfdist.step import contribution, losses, one_replica, step_times
 from tfdist.step import gradients as transforms
 from tfdist.step.replicas import writes_after_inputs
 from tfdist.step.split import SplitTrainStep
@@ -113,8 +113,8 @@ class QuorumEngine(Engine):
         self._is_computing = False
         self._is_closing = False
         self._clock = time.monotonic
-        # Step, start and end of each contribution since the last update.
-        self._computed: list[tuple[int, float, float]] = []
+        # Step, start, end and wait for the batch of each contribution since the last update.
+        self._computed: list[tuple[int, float, float, float]] = []
         self._thread = threading.Thread(target=self._compute, name="tfdist-contributions", daemon=True)
         self._reporter = stalls.StallReporter(client.waited_for)
 
@@ -234,12 +234,11 @@ class QuorumEngine(Engine):
             computed, self._computed = self._computed, []
         is_contributor = self._worker in verdict.contributors()
         found = []
-        for step, start, arrival in computed:
+        for step, start, arrival, input_secs in computed:
             is_accepted = is_contributor and step == verdict.step
             outcome = Outcome.ACCEPTED if is_accepted else Outcome.DROPPED
-            found.append(
-                Contribution(self._worker, start, arrival, outcome, verdict.step - step, float(is_accepted), 0.0)
-            )
+            known = outcome, verdict.step - step, float(is_accepted), 0.0, input_secs
+            found.append(Contribution(self._worker, start, arrival, *known))
         return tuple(found)
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
@@ -285,17 +284,17 @@ class QuorumEngine(Engine):
         self._client.started(of.number, current.step)
         delay_hook.before_contribution(self._worker, next(self._attempts))
         try:
-            contribution, examples = current.traced.contribute(of.iterator)
+            contribution, examples, input_secs = current.traced.contribute(of.iterator)
         except tf.errors.OutOfRangeError:
             self._client.ended(of.number, current.step)
             return
         end = self._clock()
         with self._changed:
             # At most one for each update.
-            self._computed.append((current.step, start, end))
+            self._computed.append((current.step, start, end, input_secs))
         # Before the report: Keras' step reads it as soon as it is accepted.
         current.contribution = contribution
-        self._client.arrived(of.number, current.step, examples, end - start)
+        self._client.arrived(of.number, current.step, examples, end - start, input_secs)
 
 
 def _given(current: _Round) -> list[tf.Tensor]:
@@ -417,15 +416,19 @@ class QuorumStep:
         """Dtypes of a flat contribution."""
         return [spec.dtype for spec in self.specs]
 
-    def contribute(self, iterator: Any) -> tuple[list[tf.Tensor], int]:
-        """Computes a contribution from the next batch of an iterator; returns it flat, and its number of examples.
+    def contribute(self, iterator: Any) -> tuple[list[tf.Tensor], int, float]:
+        """Computes a contribution from the next batch of an iterator.
+
+        Returns:
+          The contribution, flat; its number of examples; and the seconds of waiting for the batch.
 
         Raises:
           tf.errors.OutOfRangeError: the data have ended.
         """
-        examples, *flat = self._contribute(iterator)
+        facts, *flat = self._contribute(iterator)
         # The read waits for the device.
-        return flat, int(examples.numpy())
+        examples, input_secs = facts.numpy().tolist()
+        return flat, int(examples), input_secs
 
     def update(self, flat: Sequence[tf.Tensor]) -> Any:
         """Makes an update from the contributions of all workers; in cross-replica context, in a graph or eagerly.
@@ -514,7 +517,7 @@ class QuorumStep:
         return [change for each in optimizers for change in without_all_reduce(each)]
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
-        batch, total = iterator.get_next()
+        (batch, total), input_secs = step_times.timed_read(iterator.get_next)
         with self._as_replica(), losses.counted_as_one(self._strategy):
             contribution = self._step.contribute(batch, total if tf.is_tensor(total) else None)
         # The shape of the table must not be summed.
@@ -524,8 +527,8 @@ class QuorumStep:
         examples = splitting.rows(batch)
         # Computed after all other tensors, so that a read of the count waits for them.
         with tf.control_dependencies(flat):
-            count = tf.constant(0, tf.int64) if examples is None else tf.identity(examples)
-        return [count, *flat]
+            count = tf.cast(0 if examples is None else examples, tf.float64)
+            return [tf.stack([count, input_secs]), *flat]
 
     @contextlib.contextmanager
     def _as_replica(self) -> Iterator[None]:

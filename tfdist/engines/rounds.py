@@ -58,7 +58,7 @@ from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator, fin
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.step import gradients as gradient_transforms
-from tfdist.step import one_replica, rehearsal
+from tfdist.step import one_replica, rehearsal, step_times
 from tfdist.step.contribution import ReplicaContribution, add_up, weigh
 from tfdist.step.logs import Packing
 from tfdist.step.split import SplitTrainStep
@@ -125,6 +125,7 @@ class RoundEngine(Engine):
         self._updates = 0
         self._residence: _Residence | None = None
         self._attempts = [itertools.count() for _ in names]
+        self._inputs = [step_times.Sampled() for _ in names]
         # What Keras' thread waits for, with a token of its own; None while it waits for nothing.
         self._wait: tuple[str, object] | None = None
         self._reporter = stalls.StallReporter(self._runner.waited_for, progress=lambda: self._wait)
@@ -320,7 +321,8 @@ class RoundEngine(Engine):
                 if delay_hook.installed is not delay_hook.no_delay:
                     delay_hook.before_contribution(worker, attempt)
                 if parts is None:
-                    contribution = step.contribute(iterator_on_worker)
+                    *contribution, read = step.contribute(iterator_on_worker)
+                    self._note_input(worker, local_step, read)
                 else:
                     contribution = step.contribute_from(parts[worker])
                 if runner.arrive(worker, local_step):
@@ -335,6 +337,10 @@ class RoundEngine(Engine):
                 if is_end and residence.iterator.feed is not None:
                     residence.iterator.feed.ended = True
                 runner.fail(worker, local_step, error, is_end)
+
+    def _note_input(self, worker: int, local_step: int, read: tf.Tensor) -> None:
+        """Notes how long the worker has waited for its batch."""
+        self._runner.measured(worker, local_step, float(self._inputs[worker].value(read)))
 
 
 # Traced functions of a train step whose gradients are aggregated on the parameter servers.
@@ -362,7 +368,8 @@ class RoundStep:
       is_relative: see `SplitTrainStep`.
 
     Attributes:
-      contribute: computes a contribution from a worker's iterator, on the default device, which is the worker.
+      contribute: computes a contribution from a worker's iterator, on the default device, which is the worker; its last
+        tensor has the seconds of waiting for the batch.
       push: sends a contribution from its worker, the default device, to the parameter servers.
       rebuild: packs flat logs into what Keras' step returns.
     """
@@ -402,7 +409,7 @@ class RoundStep:
             lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
         )
         scope_checks.check_graph(step, self.contribute)
-        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs]
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[:-1]]
         self.push = self._trace(self._to_servers, self._specs)
         if self._encoding is not None:
             self.push = functools.partial(_push_encoded, self._encoding, self.push)
@@ -466,7 +473,8 @@ class RoundStep:
     # Traced code.
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
-        return self._contribute(iterator.get_next())
+        batch, secs = step_times.timed_read(iterator.get_next)
+        return [*self._contribute(batch), secs]
 
     def _contribute_batch(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))

@@ -202,7 +202,11 @@ class StreamEngine(rounds.RoundEngine):
         if source is None:
             self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
             return
-        contribution = step.contribute_from(source) if feed.from_chief else step.contribute(source)
+        if feed.from_chief:
+            contribution = step.contribute_from(source)
+        else:
+            *contribution, read = step.contribute(source)
+            self._note_input(worker, local_step, read)
         # After the variables were read: an earlier delay would not make the gradient stale.
         delay_hook.before_contribution(worker, next(self._attempts[worker]))
         if self._runner.is_wanted(worker, local_step):

@@ -222,7 +222,10 @@ def _serve(shared: _Shared, replica: int) -> None:
 
 def _contribute(runner: RoundRunner, job: _Job, replica: int, local_step: int, attempt: int) -> None:
     delay_hook.before_contribution(replica, attempt)
-    contribution = job.step.contribute(replica, job.batch.flat(replica))
+    begin = time.monotonic()
+    batch = job.batch.flat(replica)
+    runner.measured(replica, local_step, time.monotonic() - begin)
+    contribution = job.step.contribute(replica, batch)
     if runner.arrive(replica, local_step):
         runner.deliver(replica, local_step, contribution)
 

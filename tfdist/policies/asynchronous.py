@@ -122,7 +122,7 @@ class Asynchronous(base.Aggregation):
         if computation is None or self._is_too_old(local_step):
             if computation is not None:
                 self._landed(local_step)
-            self._drop(replica, computation, time)
+            self._drop(computation, time)
             return base.Arrival(False, staleness, 0.0)
         heapq.heappush(self._pending, Delivered(local_step, self._number, computation, time))
         self._number += 1
@@ -176,7 +176,7 @@ class Asynchronous(base.Aggregation):
 
     def _drop_all(self, gradients: list[Delivered]) -> None:
         for pending in sorted(gradients, key=lambda pending: pending.number):
-            self._drop(pending.replica, pending.computation, pending.time)
+            self._drop(pending.computation, pending.time)
             self._landed(pending.local_step)
 
     def _withdraw(self, replica: int, time: float, outcome: Outcome) -> None:

@@ -102,7 +102,6 @@ class Aggregation(Policy):
         self.durations = collections.defaultdict[int, collections.deque[float]](_empty_window)
         self._opened_at = 0.0
         self._due_at = 0.0
-        self._dropped: list[int] = []
         # Gradients dropped or lost since the last update.
         self._ended: list[Contribution] = []
         self._changes: list[Change] = []
@@ -216,16 +215,27 @@ class Aggregation(Policy):
         self._computing[replica] = Computation(replica, self._step, time, self._held_secs.started(replica, time))
         return self._step
 
-    def correct_start(self, replica: int, local_step: int, start: float) -> None:
-        """Corrects the start of the gradient that `replica` computes, if the event of the start was late.
+    def started_late(self, replica: int, local_step: int, time: float) -> None:
+        """Notes that `replica` computes a gradient of a step that is over, which it could not know; it is dropped."""
+        if self.takes_part(replica) and replica not in self._computing:
+            held = self._held_secs.started(replica, time)
+            self._computing[replica] = Computation(replica, local_step, time, held)
 
-        Does nothing if no such gradient is being computed.
+    def measured(self, replica: int, local_step: int, input_secs: float, start: float | None = None) -> None:
+        """Notes what `replica` has measured of the gradient that it computes; nothing if no such one is computed.
+
+        Args:
+          replica: index of the replica.
+          local_step: local step of the gradient.
+          input_secs: time for which it waited for its batch; 0 if unknown.
+          start: time of its start, if the event of the start was late.
         """
         if self.is_computing(replica, local_step):
             computation = self._computing[replica]
+            begun = computation.start if start is None else start
             # The time until the event was counted as held back.
-            held = max(0.0, computation.held - max(0.0, computation.start - start))
-            self._computing[replica] = computation._replace(start=start, held=held)
+            held = max(0.0, computation.held - max(0.0, computation.start - begun))
+            self._computing[replica] = computation._replace(start=begun, held=held, input=input_secs)
 
     def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
         """Accepts or drops the gradient of `replica`, which was computed from the variables of `local_step`.
@@ -237,7 +247,7 @@ class Aggregation(Policy):
         computation = self._end_computing(replica, local_step, time)
         is_needed = staleness == 0 and len(self._accepted) < needed
         if computation is None or not is_needed or not self.accepts(replica, time - computation.start):
-            self._drop(replica, computation, time)
+            self._drop(computation, time)
             if computation and staleness == 0 and not is_needed:
                 self._surplus.add(replica)
             return Arrival(False, staleness, 0.0)
@@ -262,7 +272,9 @@ class Aggregation(Policy):
         ended, numbers = [], []
         for _, number, of, arrival in self._accepted.values():
             staleness = self._step - of.local_step
-            ended.append(Contribution(of.replica, of.start, arrival, Outcome.ACCEPTED, staleness, 1.0, of.held))
+            ended.append(
+                Contribution(of.replica, of.start, arrival, Outcome.ACCEPTED, staleness, 1.0, of.held, of.input)
+            )
             numbers.append(number)
         self._accepted = {}
         return self._stepped_with(time, ended, numbers)
@@ -311,9 +323,8 @@ class Aggregation(Policy):
         enough = self._total - len(self._lost) >= self.replicas_to_aggregate
         return () if enough else tuple(sorted(self._lost))
 
-    def _drop(self, replica: int, computation: Computation | None, time: float) -> None:
-        """Counts a gradient as dropped. One without a known start was noted when it was withdrawn or lost."""
-        self._dropped.append(replica)
+    def _drop(self, computation: Computation | None, time: float) -> None:
+        """Counts a gradient as dropped. One without a known start was counted when it was withdrawn or lost."""
         if computation:
             self._ended.append(computation.ended(time, self._step, Outcome.DROPPED))
 
@@ -337,7 +348,6 @@ class Aggregation(Policy):
     def _stepped_with(self, time: float, accepted: list[Contribution], numbers: list[int]) -> Update:
         """Increments the global step and resets the counts of the step; returns the `Update` of these gradients."""
         self._step += 1
-        dropped, self._dropped = self._dropped, []
         ended, self._ended = self._ended, []
         self._surplus.clear()
         self.stepped()
@@ -347,7 +357,7 @@ class Aggregation(Policy):
         update = Update(
             step=self._step,
             contributors=replicas,
-            dropped=tuple(dropped),
+            dropped=tuple(each.replica for each in ended if each.outcome is Outcome.DROPPED),
             staleness=staleness,
             wait_secs=max(0.0, self._due_at - self._opened_at),
             spread_secs=max(arrivals) - min(arrivals),

@@ -74,7 +74,7 @@ class Update:
     Attributes:
       step: the global step after this update.
       contributors: replicas, in the order in which their gradients arrived.
-      dropped: replicas whose gradient was dropped since the previous update, in order. A replica may appear twice.
+      dropped: replicas of the dropped gradients in `contributions`, in order. A replica may appear twice.
       staleness: staleness of each contributor's gradient, in the same order.
       wait_secs: from the opening of this step until enough gradients had arrived; 0 if they had arrived before. A step
         opens when Keras asks for it (`Aggregation.opened`), else at the previous update.
@@ -198,17 +198,19 @@ class Computation(NamedTuple):
       replica: index of the replica that computes it.
       local_step: the global step from whose variables it is computed.
       start: time of its start.
-      held: see `Contribution`.
+      held, input: see `Contribution`.
     """
 
     replica: int
     local_step: int
     start: float
     held: float
+    input: float = 0.0
 
     def ended(self, time: float, step: int, outcome: Outcome, weight: float = 0.0) -> Contribution:
         """Returns its contribution: it arrived at `time`, or was withdrawn then; `step` is the global step now."""
-        return Contribution(self.replica, self.start, time, outcome, step - self.local_step, weight, self.held)
+        staleness = step - self.local_step
+        return Contribution(self.replica, self.start, time, outcome, staleness, weight, self.held, self.input)
 
 
 class Delivered(NamedTuple):

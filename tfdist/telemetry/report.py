@@ -191,7 +191,8 @@ class Tally:
         start, arrival = rows.start.astype(np.float64), rows.arrival.astype(np.float64)
         opened = -updates.opened[update].astype(np.float64)
         is_accepted, is_known = rows.outcome == Outcome.ACCEPTED, rows.outcome != Outcome.LOST
-        is_timed, is_read = is_known & (reduce > 0), is_known & (rows.input > 0)
+        is_timed = is_known & (reduce > 0)
+        is_read = is_timed | (is_known & (rows.input > 0))
         first = np.full(len(updates), np.inf)
         np.minimum.at(first, update, arrival)
         values = {
@@ -454,21 +455,22 @@ class Report:
     def _why(self, slow: Slow) -> str:
         name = slow.names[0]
         dropped, accepted = self.dropped.get(name, 0), self.accepted.get(name, 0)
+        texts = []
         if dropped > _SOME_DROPPED * (accepted + dropped):
-            return f": {_percent(dropped / (accepted + dropped))} of its gradients are dropped"
+            texts.append(f"{_percent(dropped / (accepted + dropped))} of its gradients are dropped")
         kinds = {"input": self.input_secs, "computing": self.compute_secs, "callbacks and updates": self.rest_secs}
         others = [each for each in self.own_secs if each not in slow.names]
-        more = {
-            what: times[name].p50 - statistics.median(times[each].p50 for each in others if each in times)
-            for what, times in kinds.items()
-            if name in times and times[name].count
-        }
-        what = max(more, key=lambda kind: more[kind], default="")
-        if not what:
-            return ""
-        # Percentiles are within 2 %, and each part is less than the whole.
-        share = min(0.99, kinds[what][name].p50 / max(self.own_secs[name].middle, 1e-9))
-        return f": {_percent(share)} of its time is {what}"
+        more = {}
+        for kind, times in kinds.items():
+            usual = [times[each].p50 for each in others if each in times and times[each].count]
+            if name in times and times[name].count and usual:
+                more[kind] = times[name].p50 - statistics.median(usual)
+        if more:
+            kind = max(more, key=lambda kind: more[kind])
+            # Percentiles are within 2 %, and each part is less than the whole.
+            share = min(0.99, kinds[kind][name].p50 / max(self.own_secs[name].middle, 1e-9))
+            texts.insert(0, f"{_percent(share)} of its time is {kind}")
+        return f": {', '.join(texts)}" if texts else ""
 
     def __str__(self) -> str:
         lines = [self._first(), *([self.in_words] if self.in_words else [])]
