@@ -170,17 +170,17 @@ def _train(directory: str) -> dict[str, list[float]]:
             self.telemetry.set_model(self.model)
             self.telemetry.on_train_begin()
             recorder = strategy.distribution.recorder
-            self.sinks = recorder.sink, recorder.step_sink
+            self.sinks = recorder.sink, recorder.on_event
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             # The first two epochs build graphs and warm up.
             self.is_on = epoch % 4 in (1, 2)
             # What engines hand over in their own threads.
             recorder = strategy.distribution.recorder
-            recorder.sink, recorder.step_sink = self.sinks if self.is_on else (None, None)
+            recorder.sink, recorder.on_event = self.sinks if self.is_on else (None, None)
             # The steps of an epoch without the callback are not its cost.
             strategy.distribution.collect()
-            recorder.sums()
+            recorder.take()
             self.inside, self.began = 0.0, time.perf_counter()
             self._call(self.telemetry.on_epoch_begin, epoch)
 

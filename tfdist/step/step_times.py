@@ -137,7 +137,7 @@ class StepClock:
         count = int(self._variables[0].numpy()) if self._variables is not None else 0
         new = count - self._read
         if self._variables is None or not new:
-            return 0, Updates.empty(), Contributions.empty()
+            return 0, Updates.of_rows([]), Contributions.of_rows([])
         kept = min(new, self.capacity)
         # These rows alone: the others are megabytes.
         rows = tf.gather(self._variables[1], np.arange(count - kept, count) % self.capacity).numpy()
