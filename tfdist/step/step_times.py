@@ -380,7 +380,7 @@ _SAMPLE_SECS = 0.05
 
 
 class Sampled:
-    """What is measured in each step of a worker; only some values are fetched, and a step in between has the last."""
+    """Values that each step of a worker measures; some are fetched, and a step in between has the last one."""
 
     def __init__(self) -> None:
         self._due, self._last = 0.0, np.zeros([])
