@@ -43,7 +43,7 @@ from tfdist.policies.base import Aggregation, Update
 # raises `ProtocolError`, and the receiver closes the connection.
 
 
-_PROTOCOL = "tfdist-quorum-4"
+_PROTOCOL = "tfdist-quorum-3"
 REFUSAL = b"refused\n"
 
 # `Verdict.marks` of an update has this bit for a contributor; the other bits count the worker's dropped gradients.
