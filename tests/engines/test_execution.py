@@ -62,6 +62,13 @@ def test_each_batch_is_used_once_however_many_make_an_execution(shares: list[int
     assert [update.step for update in updates] == list(range(1, sum(shares) + 1))
 
 
+def test_staleness_of_an_update_is_what_the_servers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not the updates that the chief has seen since it handed out the step; between two fetches the last one stands.
+    monkeypatch.setattr(FakeProgram, "staleness_in", lambda self, outputs: [7])
+    updates = run_pass([3], 1)[1]
+    assert [each.contributions[-1].staleness for each in updates] == [7, 7, 7]
+
+
 def test_a_closure_of_a_lost_worker_is_made_again_and_nothing_else() -> None:
     failures = [tf.errors.UnavailableError(None, None, "worker is gone")]
 

@@ -85,6 +85,8 @@ class StepQueue:
         self._running: set[int] = set()
         self._lost: set[int] = set()
         self._cut_short: WorkerFeed | None = None
+        # By worker, as in `MadeSteps`.
+        self._staleness: list[Sequence[int | None]] = [_ESTIMATED] * num_workers
         self._submit = closures.scheduling(coordinator)
         closures.after_each(coordinator, self._lost, self._find_alive)
 
@@ -299,7 +301,10 @@ class StepQueue:
         program = step.program
         if program.is_plain and count == 1:
             outputs = program.run(*inputs) if wants_values else program.run_silently(*inputs)
-            made = MadeSteps(program.fetch(outputs) if wants_values else None, (), _ESTIMATED)
+            if wants_values:
+                # As the logs, now and then: it takes a round trip. Between two of them the last one stands.
+                self._staleness[worker] = program.staleness_in(outputs)
+            made = MadeSteps(program.fetch(outputs) if wants_values else None, (), self._staleness[worker])
         else:
             made = make_steps(program, count, wants_values, inputs, sums)
         if isinstance(feed, WorkerFeed):

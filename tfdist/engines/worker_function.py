@@ -64,6 +64,8 @@ class Program:
     knows_silence = False
     # True if a run makes one update, which no counter counts, and no batch is kept.
     is_plain = False
+    # Variable that counts the updates of all workers, once `run` is traced; None where it does not tell.
+    _counted: Any = None
     # The same step, which accumulates its gradients instead of updating.
     adding: Program | None = None
 
@@ -187,21 +189,21 @@ class Program:
           begin: index of the step's first operation. The step counts once its writes on that server are made; to wait
             for those on other servers would take signals between them.
         """
-        counter: Any = self._counter
-        operations = tf.compat.v1.get_default_graph().get_operations()[begin:] if more else []
+        counter: Any = self._counted
+        operations = tf.compat.v1.get_default_graph().get_operations()[begin:] if begin else []
         writes = [each for each in operations if _writes(each) and each.device == counter.device]
         with tf.device(SERVER_DEVICE), tf.control_dependencies(writes):
             # Read at once, and not where the value is used.
-            return tf.convert_to_tensor(counter.assign_add(more)) if more else counter.read_value()
+            return tf.convert_to_tensor(counter.assign_add(more)) if more else tf.identity(counter.read_value())
 
     def staleness_in(self, outputs: Sequence[tf.Tensor]) -> list[int | None]:
         """Returns the staleness of the update of `run` or `run_silently`: None if not counted; [] if none was made."""
         if not self._updates:
             return []
-        if self._counter is None:
+        if self._counted is None:
             return [None]
         before, after = outputs[-1].numpy()
-        return [int(after - before - 1)]
+        return [max(0, int(after - before - 1))]
 
     def _that_adds(self) -> Program:
         other = copy.copy(self)
@@ -248,12 +250,20 @@ class Program:
 
     def _counting(self, *inputs: Any) -> tuple[tuple[Any, Any], list[tf.Tensor]]:
         """Returns result and batch, and the numbers of all updates before and after this one, if they are counted."""
-        if self._counter is None:
+        self._counted = self._counter if self._counter is not None else self._iterations()
+        if self._counted is None:
             return self._result_of(*inputs), []
         before, begin = self._count(0), _num_operations()
         result = self._result_of(*inputs)
         with tf.device(SERVER_DEVICE):
-            return result, [tf.stack([before, self._count(1, begin)])]
+            return result, [tf.stack([before, self._count(int(self._counter is not None), begin)])]
+
+    def _iterations(self) -> Any:
+        """Returns the variable that an optimizer counts all workers' updates in; None if the step makes none."""
+        optimizer = getattr(self._step.model, "optimizer", None)
+        if self._step.kind != "train" or optimizer is None or not self._updates or self.accumulation is not None:
+            return None
+        return optimizers.iterations_of(getattr(optimizer, "inner_optimizer", optimizer)).value.stored
 
     def _result_of(self, *inputs: Any) -> tuple[Any, Any]:
         """Returns the result of `fn`, and its batch."""
