@@ -22,8 +22,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.tensorflow import coordinator
+from tfdist.coordination import keepalive
 from tfdist.engines import asynchronous as coordinated
-from tfdist.engines import step_queue
 from tfdist.passes import worker_batch
 
 _here = threading.local()
@@ -333,7 +333,7 @@ def running_engine(
             for module in with_name(coordinator, name):
                 stack.enter_context(mock.patch.object(module, name, fake))
         stack.enter_context(mock.patch.object(tf.distribute.coordinator, "ClusterCoordinator", lambda strategy: None))
-        stack.enter_context(mock.patch.object(step_queue, "_POLL_SECS", poll_secs))
+        stack.enter_context(mock.patch.object(keepalive, "POLL_SECS", poll_secs))
         engine = coordinated.AsynchronousEngine(None, num_workers, clock, **options)
         cluster.start()
         try:
