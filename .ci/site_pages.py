@@ -66,6 +66,8 @@ _CSS = """\
 .md-grid { max-width: 78rem; }
 .md-typeset pre > code { font-size: .78em; }
 .md-typeset td code.flag { white-space: nowrap; }
+/* Copied, a diff would have its + and -, and the output of a command would be run. */
+.md-typeset .language-diff .md-code__nav, .md-typeset .language-text .md-code__nav { display: none; }
 /* Phones: more of a row, and fewer names broken over lines. */
 @media screen and (max-width: 44em) {
   .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { min-width: 0; padding: .5em; }
@@ -84,8 +86,8 @@ def gather() -> None:
             shutil.copy(path, target)
     (SITE / "README.md").rename(SITE / "index.md")
     (SITE / "docs" / "README.md").rename(SITE / "docs" / "all.md")
-    sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
-    generated = {"messages": importlib.import_module("messages").page(), "flags": flags_page()}
+    sys.path.insert(0, str(ROOT))
+    generated = {"flags": flags_page()}
     generated |= {f"api/{name}": api_page(name) for name in API}
     for name, text in generated.items():
         path = SITE / "docs" / f"{name}.md"

@@ -30,6 +30,8 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+# Several processes share a few cores, and the models are too small to be divided among threads.
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 # Children find tfdist wherever they are started, and import Keras as sparingly as lean/sitecustomize.py says.
 _TESTS = pathlib.Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS / "lean"), str(_TESTS.parent)])

@@ -380,41 +380,10 @@ def test_site_has_every_public_name_and_every_page() -> None:
         "index.md",
         "docs/all.md",
         "docs/flags.md",
-        "docs/messages.md",
         *(f"docs/api/{name}.md" for name in site.API),
     }
     assert listed - generated == {_id(page) for page in PAGES} - {"README.md", "docs/README.md"}
     assert generated <= listed
-
-
-# Errors that have no words of their own, by the code that makes them.
-_WITHOUT_WORDS = {
-    "AttributeError('sparse_read')": "attribute protocol",
-    "AttributeError(name)": "attribute protocol",
-    "OSError(problems[0])": "the text of the writer's error",
-    "RuntimeError(f'{type(error).__name__}: {said}')": "the text of TensorFlow's error",
-    "RuntimeError(f\"communication='mpi': {shown}\")": "the text of another worker's error",
-    "SystemExit(128 + signum)": "an exit code",
-    "SystemExit(TRY_AGAIN_EXIT_CODE)": "an exit code",
-    "ValueError('**')": "caught where the policy is parsed",
-    "tf.errors.UnavailableError(None, None, brief)": "the text of TensorFlow's error",
-}
-
-
-def test_every_error_has_an_anchor_of_its_own() -> None:
-    collector = _ci_module("messages")
-    assert {site.code for site in collector.unknown()} == set(_WITHOUT_WORDS)
-    found = collector.messages()
-    assert len({message.anchor for message in found}) == len(found) > 600
-    assert all(message.anchor for message in found)
-    page = collector.page()
-    assert all(f'<a id="{message.anchor}"></a>`' in page for message in found)
-    # Texts of constants, of helpers with arguments, joined and formatted.
-    for part in (
-        *("cluster.…[…] has no port; write", "kubectl failed with exit code", "is lost, and its variables with it"),
-        "Faults(schedule=...): action must be one of",
-    ):
-        assert any(part in message.text for message in found), part
 
 
 def test_troubleshooting_explains_existing_messages() -> None:

@@ -13,7 +13,7 @@ import sys
 import programs
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(280)]
 
 EXAMPLES = sorted((programs.ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((programs.ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -78,7 +78,6 @@ def test_synchronous_examples_train_alone(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "model.keras").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
@@ -92,12 +91,8 @@ def test_notebook_runs_from_top_to_bottom(path: pathlib.Path, tmp_path: pathlib.
     client.execute()
 
 
-# Those that start processes of their own; one of them in the quick selection.
-LAUNCHED = [
-    pytest.param(path, line, id=line, marks=() if line == "python straggler.py" else pytest.mark.slow)
-    for path in EXAMPLES
-    for line in commands(path)
-]
+# Those that start processes of their own.
+LAUNCHED = [pytest.param(path, line, id=line) for path in EXAMPLES for line in commands(path)]
 
 
 @pytest.mark.parametrize(("path", "line"), LAUNCHED)

@@ -39,6 +39,7 @@ __all__ = [
     "skip_nonfinite",
     "momentum_correction",
     "identity",
+    "no_state",
     "map_values",
     "scaled",
     "global_norm",
@@ -99,7 +100,8 @@ class Info:
         return self._found[key]
 
 
-def _no_state(variables: Sequence[Any]) -> State:
+def no_state(variables: Sequence[Any]) -> State:
+    """Returns the state of a transform that keeps none, `()`: the default of `GradientTransform(init=)`."""
     del variables
     return ()
 
@@ -120,12 +122,12 @@ class GradientTransform:
       ValueError: an argument is invalid.
     """
 
-    init: Callable[[Sequence[Any]], State] = _no_state
+    init: Callable[[Sequence[Any]], State] = no_state
     update: Callable[[Gradients, State, Info], tuple[Gradients, State]] = lambda gradients, state, info: (
         gradients,
         state,
     )
-    where: str = UPDATE
+    where: str = "update"
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -208,12 +210,12 @@ def _values_of(gradients: Sequence[Any]) -> list[tf.Tensor]:
 # Ready ones.
 
 
-def identity(where: str = UPDATE) -> GradientTransform:
+def identity(where: str = "update") -> GradientTransform:
     """Leaves gradients as they are."""
     return GradientTransform(where=where, name=f"identity(where={where!r})")
 
 
-def clip_by_global_norm(max_norm: float, where: str = UPDATE) -> GradientTransform:
+def clip_by_global_norm(max_norm: float, where: str = "update") -> GradientTransform:
     """Scales the gradients down to a global norm of at most `max_norm`.
 
     At the update it is what Keras' `global_clipnorm` does on one device. On the replica it bounds what each replica
@@ -246,7 +248,7 @@ def clip_stale(max_norm: float, staleness: int = 1) -> GradientTransform:
     )
 
 
-def add_noise(stddev: float, decay: float = 0.0, seed: int = 0, where: str = UPDATE) -> GradientTransform:
+def add_noise(stddev: float, decay: float = 0.0, seed: int = 0, where: str = "update") -> GradientTransform:
     """Adds Gaussian noise of variance stddev^2 / (1 + step)^decay to each value.
 
     Source: Neelakantan et al. 2015, arXiv 1511.06807, equation 1, with decay = 0.55. The noise depends on seed, step
@@ -270,7 +272,7 @@ def add_noise(stddev: float, decay: float = 0.0, seed: int = 0, where: str = UPD
     return GradientTransform(update=update, where=where, name=f"add_noise({shown})")
 
 
-def centralize(where: str = UPDATE) -> GradientTransform:
+def centralize(where: str = "update") -> GradientTransform:
     """Subtracts from the gradient of each kernel its mean over the inputs of each output.
 
     Source: Yong et al. 2020, Gradient Centralization, arXiv 2004.01461, equation 1. Kernels have two or more
@@ -289,7 +291,7 @@ def centralize(where: str = UPDATE) -> GradientTransform:
     return GradientTransform(update=update, where=where, name=f"centralize(where={where!r})")
 
 
-def skip_nonfinite(where: str = UPDATE) -> GradientTransform:
+def skip_nonfinite(where: str = "update") -> GradientTransform:
     """Replaces all gradients by zeros if a value is not finite; state counts how often.
 
     On the replica, the others' gradients count. An optimizer with momentum still moves by its momentum.

@@ -197,6 +197,7 @@ def test_tasks_are_found_by_their_environment_without_their_guards(trials: Modul
     assert trials.killing.find_tasks("mine", tmp_path) == {"ps:0": 12, "worker:1": 13}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_task_of_this_system_is_found(trials: ModuleType) -> None:
     run = uuid.uuid4().hex

@@ -12,7 +12,7 @@ import uuid
 import psutil
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 _MARK = "TFDIST_TEST_KILLS"
 # Each task has a child in a session of its own, and neither listens to anybody.

@@ -18,6 +18,7 @@ from tfdist.telemetry.update_log import Outcome, read_logs
 from tfdist.watching.tensorboard import plugin
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.processes,
     pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.NO_CHROMIUM),
 ]

@@ -21,7 +21,7 @@ from tfdist.passes import progress, splitting
 from tfdist.passes.handle import BatchHandle
 from tfdist.passes.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
 from tfdist.policies import composition
-from tfdist.policies.base import Aggregation
+from tfdist.policies.base import Aggregation, Policy
 from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.step.replicas import check_fixed_sizes
 from tfdist.strategies import _common, _devices
@@ -65,12 +65,12 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
 
     def __init__(
         self,
-        devices: Any = None,
-        cross_device_ops: Any = None,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
         *,
         devices_per_replica: int = 1,
-        policies: Iterable[Any] | None = (),
-        transforms: Iterable[Any] | None = (),
+        policies: Iterable[Policy] | None = (),
+        transforms: Iterable[gradient_transforms.GradientTransform] | None = (),
         stall_timeout_secs: float = 600.0,
     ) -> None:
         transforms = gradient_transforms.in_order(transforms)

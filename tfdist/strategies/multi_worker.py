@@ -30,7 +30,7 @@ from tfdist.passes import progress, splitting
 from tfdist.passes import splitting as part_datasets
 from tfdist.passes.shares import Shares
 from tfdist.policies import composition
-from tfdist.policies.base import Aggregation, Update
+from tfdist.policies.base import Aggregation, Policy, Update
 from tfdist.step import one_replica, step_times
 from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.step.replicas import check_fixed_sizes, run_step
@@ -90,13 +90,13 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def __init__(
         self,
-        cluster_resolver: Any = None,
-        communication_options: Any = None,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
         communication: str = "auto",
         devices_per_replica: int = 1,
-        policies: Iterable[Any] | None = (),
-        transforms: Iterable[Any] | None = (),
+        policies: Iterable[Policy] | None = (),
+        transforms: Iterable[gradient_transforms.GradientTransform] | None = (),
         start_timeout_secs: float = 300.0,
         stall_timeout_secs: float = 600.0,
     ) -> None:

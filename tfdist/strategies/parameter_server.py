@@ -44,6 +44,7 @@ from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset
 from tfdist.passes.worker_pass import WorkerIterator, find_iterator
 from tfdist.policies import composition
+from tfdist.policies.base import Policy
 from tfdist.policies.compression import Compression
 from tfdist.serving import embedded
 from tfdist.step import replicas, scope
@@ -98,8 +99,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
-        policies: Iterable[Any] | None = (),
-        transforms: Iterable[Any] | None = (),
+        policies: Iterable[Policy] | None = (),
+        transforms: Iterable[gradient_transforms.GradientTransform] | None = (),
         data_sharding: str = "shard",
         num_workers: int | None = None,
         num_ps: int | None = None,
