@@ -513,6 +513,13 @@ def test_flags_in_tables_exist(page: pathlib.Path) -> None:
     assert set(_FLAG.findall(_text(page))) <= set().union({*values, "flagfile", "help"}, *_flags_by_command().values())
 
 
+@pytest.mark.parametrize("name", cli.LAUNCHERS)
+def test_pages_of_a_launcher_have_each_of_its_flags(name: str) -> None:
+    pages = [ROOT / "docs" / "launching.md", ROOT / "docs" / "launching" / f"{name}.md"]
+    text = " ".join(_text(page) for page in pages if page.exists())
+    assert [flag for flag in _flags_by_command()[f"launch {name}"] if not re.search(rf"--{flag}\b", text)] == []
+
+
 def test_every_page_is_reached_from_the_readme() -> None:
     start = ROOT / "README.md"
     reached, new = set(), {start}
