@@ -124,6 +124,21 @@ def test_collect_waits_for_what_is_delivered_not_for_what_is_announced(table: Ta
     assert results[0][0] == ["0 of 0", "delivered"]
 
 
+def test_a_refused_replica_waits_until_it_is_needed() -> None:
+    class RefusesFirst(BackupWorkers):
+        def accepts(self, replica: int, secs: float) -> bool:
+            return replica > 0
+
+    table = Table(policy=RefusesFirst(spares=1))
+    table.runner.open()
+    table.started(0, 1, 2)
+    assert not table.contribute(0, 0) and table.start(0) is None
+    assert table.runner.waited_for() == "2 of worker:1, worker:2"
+    table.runner.lose(1)
+    assert table.start(0) == 0 and table.contribute(0, 0) and table.contribute(2, 0)
+    assert table.runner.collect()[1].contributors == (0, 2)
+
+
 # Losses.
 
 

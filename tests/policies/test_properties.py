@@ -26,10 +26,18 @@ class _Gradient:
     life: int
 
 
+class _HalfRefused(tfdist.BackupWorkers):
+    """Refuses every second replica, and another half in the next step."""
+
+    def accepts(self, replica: int, secs: float) -> bool:
+        return (self.step + replica) % 2 == 0
+
+
 class BackupWorkersMachine(RuleBasedStateMachine):
     """A world that does to a policy what engines may do, and knows for itself what must come of it."""
 
     spares_are_auto = False
+    policy_type = tfdist.BackupWorkers
 
     @initialize(total=st.integers(1, _MAX_REPLICAS), data=st.data())
     def begin(self, total: int, data: st.DataObject) -> None:
@@ -39,7 +47,7 @@ class BackupWorkersMachine(RuleBasedStateMachine):
             self.policy = tfdist.BackupWorkers("auto", max_spares=self.most)
         else:
             self.most = data.draw(st.integers(0, total - 1))
-            self.policy = tfdist.BackupWorkers(self.most)
+            self.policy = self.policy_type(self.most)
         self.policy.begin(total, "MirroredStrategy")
         self.ledger = ledger.Ledger(self.policy)
         self.time = 0.0
@@ -50,7 +58,7 @@ class BackupWorkersMachine(RuleBasedStateMachine):
         self.travelling: list[_Gradient] = []
         self.accepted: list[_Gradient] = []
         self.dropped: list[int] = []
-        # Whose gradient of this step was not needed.
+        # Replicas whose gradient of this step was dropped.
         self.surplus: set[int] = set()
         self.wanted = self.policy.replicas_to_aggregate
 
@@ -70,12 +78,15 @@ class BackupWorkersMachine(RuleBasedStateMachine):
 
     def _arrive(self, gradient: _Gradient, secs: float = 1.0) -> None:
         self.travelling.remove(gradient)
-        due = self.policy.update_due
+        # The update has enough, or enough others may deliver so that the rule can make this replica a spare.
+        others = self.alive - {gradient.replica, *(each.replica for each in self.accepted)} - self.surplus
+        is_spare = len(self.accepted) + len(others) >= self.wanted and not self.policy.accepts(gradient.replica, secs)
+        dropped = self.policy.update_due or is_spare
         arrival = self.policy.arrived(gradient.replica, gradient.local_step, self._later(secs))
         assert arrival.staleness == self.step - gradient.local_step
         assert arrival.weight == (1.0 if arrival.accepted else 0.0)
         current = gradient.life == self.lives[gradient.replica] and gradient.replica in self.alive
-        assert arrival.accepted == (current and gradient.local_step == self.step and not due)
+        assert arrival.accepted == (current and gradient.local_step == self.step and not dropped)
         if arrival.accepted:
             self.accepted.append(gradient)
         else:
@@ -145,6 +156,8 @@ class BackupWorkersMachine(RuleBasedStateMachine):
         self.alive.discard(replica)
         self._forget(replica)
         self._may_change()
+        if len(self.accepted) < self.wanted:
+            self.surplus = set()
 
     @rule(data=st.data())
     def returns(self, data: st.DataObject) -> None:
@@ -217,8 +230,16 @@ class AutoSparesMachine(BackupWorkersMachine):
     spares_are_auto = True
 
 
+class OwnRuleMachine(BackupWorkersMachine):
+    """The same, with a rule that refuses gradients."""
+
+    policy_type = _HalfRefused
+
+
 _SETTINGS = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
 TestBackupWorkers = BackupWorkersMachine.TestCase
 TestBackupWorkers.settings = _SETTINGS
+TestOwnRule = OwnRuleMachine.TestCase
+TestOwnRule.settings = _SETTINGS
 TestAutoSpares = AutoSparesMachine.TestCase
 TestAutoSpares.settings = _SETTINGS

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import made
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -129,6 +130,20 @@ def test_the_number_of_spares_follows_the_delays(
         fit(model, epochs=2)
     assert "tfdist: spares 0 -> 1 of 4 replicas" in capfd.readouterr().err
     assert int(model.optimizer.iterations.numpy()) == 24
+
+
+def test_the_own_policy_of_the_page_shares_updates_fairly(with_policies: Callable[..., Any]) -> None:
+    strategy = with_policies(made.own_policy(spares=1, lead=2))
+    model = compiled(strategy)
+    delay_hook.clear()
+    with tfdist.testing.Delays({f"worker:{LAST}": tfdist.testing.constant(0.1)}):
+        fit(model, epochs=2)
+    assert int(model.optimizer.iterations.numpy()) == 24
+    report = strategy.report()
+    accepted = report.accepted.values()
+    assert sum(accepted) == 24 * (NUM_WORKERS - 1) and max(accepted) - min(accepted) <= 2
+    # One spare in each step at most.
+    assert sum(report.dropped.values()) <= 24
 
 
 def test_slow_input_of_a_worker_with_spares_is_named(with_spares: Callable[[int], Any]) -> None:

@@ -443,7 +443,7 @@ class QuorumServer:
         return Verdict(kind, self._policy.step, marks, count)
 
     def _doing(self, worker: int) -> Doing:
-        if worker in self._policy.contributors:
+        if worker in self._policy.contributors or self._policy.is_spare(worker):
             return Doing.ARRIVED
         if self._wanted.get(worker) != self._policy.step:
             return Doing.ELSEWHERE

@@ -292,7 +292,8 @@ class RoundRunner:
     def waited_for(self) -> str:
         """Returns the names of the replicas that hold up the update."""
         with self._lock:
-            absent = [r for r in range(len(self._names)) if r not in self._delivered and r not in self._lost]
+            done = self._delivered.keys() | self._lost
+            absent = [r for r in range(len(self._names)) if r not in done and not self._policy.is_spare(r)]
             lost = [f"{self._names[r]} (lost; it has to be started again)" for r in sorted(self._lost)]
             needed = self._policy.replicas_to_aggregate - len(self._delivered)
         return f"{needed} of " + ", ".join([self._names[r] for r in absent] + lost)

@@ -97,7 +97,7 @@ class Aggregation(Policy):
         self._started: dict[int, None] = {}
         # Gradients accepted for this step's update, in the order of arrival.
         self._accepted: dict[int, Delivered] = {}
-        # Replicas whose gradient was of this step, but was not needed.
+        # Replicas whose gradient was of this step, and was dropped: the spares of the step.
         self._surplus: set[int] = set()
         self.durations = collections.defaultdict[int, collections.deque[float]](_empty_window)
         self._opened_at = 0.0
@@ -240,15 +240,19 @@ class Aggregation(Policy):
     def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
         """Accepts or drops the gradient of `replica`, which was computed from the variables of `local_step`.
 
-        Accepted are the first ones of the current step that `accepts` takes. A gradient whose start is unknown is
-        dropped: its replica was lost in the meantime.
+        Accepted are the first ones of the current step that `accepts` takes, and those without which the update can't
+        be made. A gradient whose start is unknown is dropped: its replica was lost in the meantime.
         """
         staleness, needed = self._step - local_step, self.replicas_to_aggregate
         computation = self._end_computing(replica, local_step, time)
-        is_needed = staleness == 0 and len(self._accepted) < needed
-        if computation is None or not is_needed or not self.accepts(replica, time - computation.start):
+        is_open = staleness == 0 and len(self._accepted) < needed
+        if (
+            computation is None
+            or not is_open
+            or not (self.accepts(replica, time - computation.start) or self._needs(replica))
+        ):
             self._drop(computation, time)
-            if computation and staleness == 0 and not is_needed:
+            if computation and staleness == 0:
                 self._surplus.add(replica)
             return Arrival(False, staleness, 0.0)
         self._accepted[replica] = Delivered(local_step, self._number, computation, time)
@@ -291,7 +295,10 @@ class Aggregation(Policy):
         self._withdraw(replica, time, Outcome.LOST)
         self._fill()
         self.shrunk()
-        if self.update_due and not was_due:
+        if not self.update_due:
+            # A gradient that `accepts` has dropped may be needed now.
+            self._surplus.clear()
+        elif not was_due:
             self._due_at = time
 
     def recovered(self, replica: int, time: float) -> None:
@@ -318,10 +325,20 @@ class Aggregation(Policy):
         computation = self._computing.get(replica)
         self._withdraw(replica, computation.start if computation and time is None else time or 0.0, Outcome.DROPPED)
 
+    def is_spare(self, replica: int) -> bool:
+        """Returns True if the gradient of `replica` for this step was dropped, so that it waits for the next step."""
+        return replica in self._surplus
+
     def missing(self) -> tuple[int, ...]:
         """Returns the lost replicas if too few are alive for an update, else ()."""
         enough = self._total - len(self._lost) >= self.replicas_to_aggregate
         return () if enough else tuple(sorted(self._lost))
+
+    def _needs(self, replica: int) -> bool:
+        """Returns True if the update of this step can't be made without the gradient that `replica` has computed."""
+        heard = {replica, *self._accepted, *self._surplus}
+        others = sum(self.takes_part(each) for each in range(self._total) if each not in heard)
+        return len(self._accepted) + others < self.replicas_to_aggregate
 
     def _drop(self, computation: Computation | None, time: float) -> None:
         """Counts a gradient as dropped. One without a known start was counted when it was withdrawn or lost."""
@@ -414,7 +431,10 @@ class Aggregation(Policy):
     # For subclasses.
 
     def accepts(self, replica: int, secs: float) -> bool:
-        """Returns False to drop a gradient that the current step's update needs. Its replica then computes another one.
+        """Returns False to drop the gradient of a replica, which is a spare of the current step then.
+
+        Called for the gradients of the step until its update has enough. A gradient is accepted anyway if the other
+        replicas are too few for the update.
 
         Args:
           replica: the replica that computed it.
