@@ -52,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     "transport": {"_forks", "_log", "_machine", "compat", "launchers"},
     # Codecs know neither strategies nor engines.
     "compression": {"_log", "compat"},
-    "passes": {"compat"},
+    "passes": {"_log", "compat"},
     # Users' own transforms are like those: nothing of tfdist's is needed.
     "transforms": set(),
     # The kind and the model of a step: below the rest of `step`, which places replicas on devices.

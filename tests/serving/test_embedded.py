@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shutil
 import signal
+import subprocess
 import textwrap
 from typing import Any
 
@@ -333,6 +335,68 @@ def test_a_process_that_can_not_start_is_an_error_at_once(tmp_path: pathlib.Path
         assert program.wait(60) == 1
         assert "ps:0 of the embedded cluster ended with code" in program.output
         assert "no libfoo.so" in program.output
+
+
+OPERATION = """
+#include "tensorflow/c/kernels.h"
+#include "tensorflow/c/ops.h"
+
+static void shape(TF_ShapeInferenceContext* context, TF_Status* status) {
+  TF_ShapeInferenceContextSetUnknownShape(context, status);
+}
+
+static void compute(void* kernel, TF_OpKernelContext* context) {
+  TF_Tensor* input;
+  TF_Status* status = TF_NewStatus();
+  TF_GetInput(context, 0, &input, status);
+  TF_SetOutput(context, 0, input, status);
+  TF_DeleteTensor(input);
+  TF_DeleteStatus(status);
+}
+
+__attribute__((constructor)) static void add() {
+  TF_Status* status = TF_NewStatus();
+  TF_OpDefinitionBuilder* op = TF_NewOpDefinitionBuilder("OwnA");
+  TF_OpDefinitionBuilderAddInput(op, "x: float");
+  TF_OpDefinitionBuilderAddOutput(op, "y: float");
+  TF_OpDefinitionBuilderSetShapeInferenceFunction(op, &shape);
+  TF_RegisterOpDefinition(op, status);
+  TF_RegisterKernelBuilder("OwnA", TF_NewKernelBuilder("OwnA", "CPU", nullptr, &compute, nullptr), status);
+  TF_DeleteStatus(status);
+}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles an operation")
+def test_servers_load_operations_before_and_after_their_start(tmp_path: pathlib.Path) -> None:
+    import tensorflow as tf
+
+    (tmp_path / "own.cc").write_text(OPERATION)
+    flags = [*tf.sysconfig.get_compile_flags(), *tf.sysconfig.get_link_flags(), "-l:libtensorflow_cc.so.2"]
+    first, second = tmp_path / "a.so", tmp_path / "b.so"
+    command = ["g++", "-shared", "-fPIC", str(tmp_path / "own.cc"), "-o", str(first), *flags]
+    subprocess.run(command, check=True, timeout=100)
+    second.write_bytes(first.read_bytes().replace(b"OwnA", b"OwnB"))
+    script = f"""
+    from tfdist.compat.tensorflow import servers
+
+    first = tf.load_op_library({str(first)!r})
+    strategy = tfdist.ParameterServerStrategy(num_workers=1)
+    made = model(strategy)
+    second = tf.load_op_library({str(second)!r})
+    changed = lambda x, y: (tf.ensure_shape(second.own_b(x=first.own_a(x=x)), (None, 4)), y)
+    made.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).map(changed), verbose=0)
+    print("trained", flush=True)
+    servers.op_libraries = lambda: ["/no/such.so"]
+    made.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(16), verbose=0)
+    """
+    with programs.running(textwrap.dedent(script), tmp_path) as program:
+        assert program.wait() == 0, program.output
+        assert "trained" in program.output
+        line = "worker:0 can't load operations: /no/such.so: cannot open"
+        (said,) = (each for each in program.output.splitlines() if line in each)
+        assert said.endswith("import its package above the line that builds the strategy")
 
 
 @pytest.mark.processes

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.tensorflow import coordinator, graphs, inputs
+from tfdist import _log
+from tfdist.compat.tensorflow import coordinator, graphs, inputs, servers
 from tfdist.compat.tensorflow.graphs import LoopIterable, LoopIterator
 from tfdist.passes import progress, splitting, worker_batch
 from tfdist.passes.dataset_graph import DatasetGraph, rebuild
@@ -248,6 +249,12 @@ class WorkerDataset(DistributedDataset):
     def _build_own(self) -> tf.data.Dataset:
         worker = coordinator.this_worker()
         self._begun[worker] = 0
+        try:
+            servers.load_late_libraries()
+        except tf.errors.InvalidArgumentError as error:
+            # Only what uses these operations fails.
+            coordinator.clear_error()
+            _log.say(f"{error.message.splitlines()[0]}; import its package above the line that builds the strategy")
         return self._build_share(worker)
 
     def _build_share(self, share: int) -> tf.data.Dataset:

@@ -15,13 +15,14 @@ import tensorflow as tf
 
 from tfdist import _checks, _forks, _log
 from tfdist.cluster import NOTICES_VARIABLE, Cluster, Task
+from tfdist.compat.tensorflow.servers import note_op_libraries, op_libraries
 from tfdist.coordination import keepalive, rendezvous
 from tfdist.launchers.requests import Restarts
 from tfdist.launchers.supervise import processes
 from tfdist.launchers.supervise.notices import GIVEN_UP, Reader, check_none_ended
 from tfdist.launchers.supervise.processes import PortReservation, Process, Supervisor
 from tfdist.launchers.supervise.replacements import Replacements
-from tfdist.serving.task import VARIABLE, done_mark, serve
+from tfdist.serving.task import LIBRARIES_VARIABLE, VARIABLE, done_mark, serve
 
 __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of", "serve"]
 
@@ -118,6 +119,7 @@ def attach(
       RuntimeError: a task of the cluster has ended.
       TimeoutError: a task did not start in time.
     """
+    note_op_libraries()
     embedded = None
     if cluster is None:
         embedded = EmbeddedCluster(num_workers, num_ps, num_cpus)
@@ -242,6 +244,7 @@ class EmbeddedCluster:
     def _start(self, task: Task) -> Process:
         env = dict(os.environ, TF_CONFIG=self.cluster.with_task(task).to_tf_config())
         env[VARIABLE] = str(self._num_cpus if task.type == "worker" else 1)
+        env[LIBRARIES_VARIABLE] = os.pathsep.join(op_libraries())
         if task.type == "ps":
             env["CUDA_VISIBLE_DEVICES"] = ""
         return self._supervisor.start(str(task), processes.module_command("tfdist.serving.task"), env)

@@ -5,8 +5,9 @@ Such a process runs the chief's closures and no program of its own. It ends when
 when the chief is lost (exit code 75, after which launchers restart it). When the chief is done, it has TensorFlow write
 a file (the mark) *on the server's machine*. That uses the existing connection, so no second port is needed.
 
-`python -m tfdist.serving.task` serves the task in TF_CONFIG, with TFDIST_LOGICAL_CPUS logical CPUs. The embedded
-cluster starts its processes with it. It starts within a second, because this module imports no TensorFlow.
+`python -m tfdist.serving.task` serves the task in TF_CONFIG, with TFDIST_LOGICAL_CPUS logical CPUs and the operations
+of the libraries in TFDIST_OP_LIBRARIES. The embedded cluster starts its processes with it. It starts within a second,
+because this module imports no TensorFlow.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 
 # The environment variable with the number.
 VARIABLE = "TFDIST_LOGICAL_CPUS"
+# The environment variable with the paths of libraries of operations, separated as in PATH.
+LIBRARIES_VARIABLE = "TFDIST_OP_LIBRARIES"
 
 
 def wanted() -> int:
@@ -74,7 +77,7 @@ def start(cluster: Cluster, num_cpus: int = 1) -> Any:
 
 
 class _Functions:
-    """Answers requests for counters and codecs; imports codecs with the first one, because most clusters need none.
+    """Answers requests for counters, libraries and codecs; imports codecs when needed, because most clusters need none.
 
     Args:
       task: name of this process, such as "worker:0".
@@ -89,10 +92,17 @@ class _Functions:
 
     def __call__(self, *arguments: Any) -> Any:
         """See `on_servers.CodecServer`."""
-        if arguments and _is_usage_request(arguments[0]):
-            import numpy as np
+        import numpy as np
 
+        request = _request(arguments[0]) if arguments else None
+        if request == USAGE_REQUEST:
             return [np.frombuffer(self._sampler.sample().to_json().encode(), np.uint8).copy()]
+        if request == servers.LOAD_REQUEST:
+            try:
+                servers.load_op_libraries([os.fsdecode(path) for path in arguments[1]])
+            except OSError as error:
+                raise ValueError(f"{self._task} can't load operations: {error}") from None
+            return [np.zeros(0, np.uint8)]
         with self._lock:
             if self._server is None:
                 from tfdist.compression import on_servers
@@ -101,9 +111,9 @@ class _Functions:
         return self._server(*arguments)
 
 
-def _is_usage_request(given: Any) -> bool:
+def _request(given: Any) -> Any:
     # A scalar string comes as bytes, or in an array.
-    return getattr(given, "size", 1) == 1 and (given.item() if hasattr(given, "item") else given) == USAGE_REQUEST
+    return given.item() if getattr(given, "size", 0) == 1 else given
 
 
 def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:
@@ -307,7 +317,12 @@ def _described(path: pathlib.Path) -> str:
 def main() -> int:
     """Serves the task in TF_CONFIG, in a process that does nothing else."""
     servers.skip_package_init()
-    return serve(Cluster.from_tf_config(), num_cpus=wanted())
+    cluster = Cluster.from_tf_config()
+    try:
+        servers.load_op_libraries([path for path in os.environ.get(LIBRARIES_VARIABLE, "").split(os.pathsep) if path])
+    except OSError as error:
+        _log.say(f"{cluster.task} can't load operations that the program has loaded: {error}")
+    return serve(cluster, num_cpus=wanted())
 
 
 if __name__ == "__main__":

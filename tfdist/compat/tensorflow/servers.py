@@ -11,6 +11,8 @@ holds as long as the process lives. Importing this module imports no TensorFlow.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
 import os
 import pathlib
@@ -121,6 +123,73 @@ def skip_package_init() -> bool:
 class _FrontDoor(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this process only serves: it has imported no tensorflow.{name}")
+
+
+# Libraries of operations, such as those of tensorflow-text, that the program has loaded: a server needs them, too.
+
+
+# First argument of the server's function; the second one is the paths, shape [n].
+LOAD_REQUEST = b'{"method": "load"}'
+# Libraries that the program had loaded when its servers started.
+_loaded_before: set[str] = set()
+
+
+def op_libraries() -> list[str]:
+    """Returns the paths of the libraries of operations that this process has loaded, without TensorFlow's own."""
+    import tensorflow as tf
+
+    own = os.path.realpath(tf.sysconfig.get_lib()) + os.sep
+    mapped = [line.split(maxsplit=5) for line in pathlib.Path("/proc/self/maps").read_text().splitlines()]
+    paths = dict.fromkeys(fields[5] for fields in mapped if len(fields) == 6 and ".so" in fields[5])
+    return [path for path in paths if not path.startswith(own) and _uses_tensorflow(path)]
+
+
+@functools.cache
+def _uses_tensorflow(path: str) -> bool:
+    """Returns True if a shared library names TensorFlow's among those that it needs."""
+    try:
+        content = pathlib.Path(path).read_bytes()
+    except OSError:
+        return False
+    return b"libtensorflow_framework.so" in content or b"libtensorflow_cc.so" in content
+
+
+def note_op_libraries() -> None:
+    """Notes which libraries of operations the servers have loaded by themselves; see `load_late_libraries`."""
+    _loaded_before.clear()
+    _loaded_before.update(op_libraries())
+
+
+def load_late_libraries() -> None:
+    """Loads libraries that the program has loaded since its servers started; on the server of the current device.
+
+    Raises:
+      tf.errors.InvalidArgumentError: the server can't load one of them.
+    """
+    import tensorflow as tf
+
+    late = [path for path in op_libraries() if path not in _loaded_before]
+    if late:
+        call_function([tf.constant(LOAD_REQUEST), tf.constant(late)], [tf.uint8])
+
+
+def load_op_libraries(paths: Sequence[str]) -> None:
+    """Loads libraries, of which the operations register themselves with TensorFlow's runtime in this process.
+
+    Raises:
+      OSError: one of them can't be loaded; the others are.
+    """
+    if paths:
+        # The runtime must be there before them.
+        importlib.import_module("tensorflow.python.training.server_lib")
+    failed = []
+    for path in paths:
+        try:
+            ctypes.CDLL(path)
+        except OSError as error:
+            failed.append(str(error))
+    if failed:
+        raise OSError("; ".join(failed))
 
 
 def _loads_libraries() -> bool:
