@@ -104,6 +104,22 @@ def test_optimizer_built_outside_of_scope_is_refused(strategy: Any) -> None:
         strategy.run(lambda: optimizer.apply([tf.ones((3, 1)), tf.ones(1)], model.trainable_variables))
 
 
+def test_policies_beside_a_model_of_tf_keras_are_refused(strategy: Any) -> None:
+    def make_train_function() -> Any:
+        def run_step() -> Any:
+            return tf.constant(1.0)
+
+        return run_step
+
+    step = make_train_function()
+    step.__module__ = "tf_keras.src.engine.training"
+    if strategy.distribution.policies:
+        with pytest.raises(ValueError, match=r"models of Keras 3.*leave them away.*BackupWorkers"):
+            strategy.run(step)
+    else:
+        assert float(strategy.reduce("SUM", strategy.run(step), axis=None)) == 2.0
+
+
 class Failing(keras.optimizers.SGD):
     """Can't be built the first time."""
 
