@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import functools
 import hmac
 import ipaddress
 import json
@@ -143,47 +144,25 @@ def is_proof(received: bytes | str, secret: bytes, *words: object) -> bool:
     return hmac.compare_digest(received, expected)
 
 
-def listen_everywhere(port: int) -> socket.socket:
+def check_port(port: int) -> None:
+    """Raises OSError if this process can't listen at a port on all interfaces, as TensorFlow's server does."""
+    _listen_everywhere(port).close()
+
+
+def _listen_everywhere(port: int) -> socket.socket:
     """Listens on all interfaces, for IPv6 and IPv4 where the machine has both.
 
     Raises:
       OSError: the port is in use, or may not be used.
     """
-    bound = _bind_everywhere(port)
-    try:
-        bound.listen(BACKLOG)
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def check_port(port: int) -> None:
-    """Raises OSError if this process can't listen at a port on all interfaces, as TensorFlow's server does."""
-    _bind_everywhere(port).close()
-
-
-def _bind_everywhere(port: int) -> socket.socket:
+    create = functools.partial(socket.create_server, ("", port), backlog=BACKLOG)
     if socket.has_dualstack_ipv6():
         try:
-            return _bind(socket.AF_INET6, port)
+            return _forks.keep(create(family=socket.AF_INET6, dualstack_ipv6=True))
         except OSError as error:
             if error.errno not in NO_SUCH_ADDRESS:  # These mean that IPv6 is switched off.
                 raise
-    return _bind(socket.AF_INET, port)
-
-
-def _bind(family: socket.AddressFamily, port: int) -> socket.socket:
-    bound = _forks.keep(socket.socket(family, socket.SOCK_STREAM))
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind(("", port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
+    return _forks.keep(create())
 
 
 def connection_error(address: str, timeout_secs: float) -> Exception | None:
@@ -369,7 +348,7 @@ class LineServer:
             self._selector.unregister(each)
             each.close()
         try:
-            self._sockets = [listen_everywhere(addresses[0][2])]
+            self._sockets = [_listen_everywhere(addresses[0][2])]
         except OSError:
             found = [_listen_at(*each) for each in addresses]
             self._sockets = [each for each in found if each]
@@ -477,7 +456,7 @@ def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
             own = _listen_at(family, ip, port) if is_local or not _is_loopback(ip) else None
             found.extend([own] if own else [])
         if not found:
-            found.append(listen_everywhere(port))
+            found.append(_listen_everywhere(port))
     except OSError:
         for each in found:
             each.close()

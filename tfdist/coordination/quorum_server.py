@@ -454,12 +454,5 @@ class QuorumServer:
 
 
 def _listen(host: str) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.bind(address)
-        listener.listen(_sockets.BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=_sockets.BACKLOG)

@@ -20,6 +20,7 @@ one.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import threading
@@ -249,8 +250,8 @@ def _naming_address(cluster: Cluster) -> Iterator[None]:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{cluster.task} can't listen on its port ({error.strerror}); end what uses it, or give the task another "
-            f"port in TF_CONFIG on every task. Received: {cluster.address()}",
+            f"{cluster.task} can't listen on its port ({os.strerror(error.errno or 0)}); end what uses it, or give the "
+            f"task another port in TF_CONFIG on every task. Received: {cluster.address()}",
         ) from None
 
 
