@@ -121,6 +121,14 @@ def test_what_a_lost_replica_computed_never_enters_also_after_it_is_back():
     assert [each.replica for each in update.contributions if each.outcome is Outcome.LOST] == [0]
 
 
+def test_replica_that_finds_no_data_drops_no_gradient():
+    policy = _begun(2, spares=1)
+    _start(policy, 0, 1)
+    policy.found_no_data(0)
+    assert _arrive(policy, 1) == [True]
+    assert [each.replica for each in policy.updated(2.0).contributions] == [1]
+
+
 def test_what_a_lost_replica_had_sent_says_nothing_about_what_it_computes_now():
     policy = _begun(2, spares=1)
     _start(policy, 0, 1)

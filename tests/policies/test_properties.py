@@ -89,9 +89,10 @@ class BackupWorkersMachine(RuleBasedStateMachine):
         assert arrival.accepted == (current and gradient.local_step == self.step and not dropped)
         if arrival.accepted:
             self.accepted.append(gradient)
-        else:
+        elif current:
+            # What a replica had sent before it was lost was counted then, as lost.
             self.dropped.append(gradient.replica)
-            if current and gradient.local_step == self.step:
+            if gradient.local_step == self.step:
                 self.surplus.add(gradient.replica)
 
     def _update(self) -> base.Update:

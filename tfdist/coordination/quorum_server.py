@@ -404,6 +404,7 @@ class QuorumServer:
         elif report.act == Act.ENDED:
             self._started.pop(worker, None)
             if is_current:
+                self._policy.found_no_data(worker)
                 self._end(report.number, now)
         elif report.step == step and not is_current:
             # The contribution is from the previous pass, which ended without this step's update: it is dropped.

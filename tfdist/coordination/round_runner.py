@@ -192,7 +192,10 @@ class RoundRunner:
             is_pushed = is_present and replica not in self._delivered
             if not self._policy.is_computing(replica, local_step) and not is_pushed:
                 return
-            self._policy.withdraw(replica, self._clock())
+            if is_end:
+                self._policy.found_no_data(replica)
+            else:
+                self._policy.withdraw(replica, self._clock())
             self._forget(replica)
             if local_step == self._policy.step and self._is_open:
                 self._error = self._error or error
@@ -204,7 +207,7 @@ class RoundRunner:
     def give_up(self, replica: int) -> None:
         """Notes that `replica` ended its computation without a contribution; it may start again."""
         with self._lock:
-            self._policy.withdraw(replica, self._clock())
+            self._policy.found_no_data(replica)
             self._forget(replica)
             self._startable.notify_all()
             self._count_delivered()

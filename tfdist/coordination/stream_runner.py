@@ -107,7 +107,7 @@ class StreamRunner(round_runner.RoundRunner):
           is_over: returns True if there are data again: another pass has begun, or a lost replica's data are free.
         """
         with self._lock:
-            self._policy.withdraw(replica, self._clock())
+            self._policy.found_no_data(replica)
             if not is_over():
                 self._idle.add(replica)
             self._startable.notify_all()

@@ -179,7 +179,7 @@ class Asynchronous(base.Aggregation):
             self._drop(pending.computation, pending.time)
             self._landed(pending.local_step)
 
-    def _withdraw(self, replica: int, time: float, outcome: Outcome) -> None:
+    def _withdraw(self, replica: int, time: float, outcome: Outcome | None) -> None:
         # Delivered gradients stay: the parameter servers hold them, so that the loss of a worker doesn't matter.
         if computation := self._stop(replica, time, outcome):
             self._landed(computation.local_step)

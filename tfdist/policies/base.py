@@ -325,6 +325,11 @@ class Aggregation(Policy):
         computation = self._computing.get(replica)
         self._withdraw(replica, computation.start if computation and time is None else time or 0.0, Outcome.DROPPED)
 
+    def found_no_data(self, replica: int) -> None:
+        """Notes that the data had ended when `replica` started: it computes no gradient, and none is dropped."""
+        self._check(replica)
+        self._withdraw(replica, 0.0, None)
+
     def is_spare(self, replica: int) -> bool:
         """Returns True if the gradient of `replica` for this step was dropped, so that it waits for the next step."""
         return replica in self._surplus
@@ -398,18 +403,19 @@ class Aggregation(Policy):
         """Returns the replicas that are not lost."""
         return [replica for replica in range(self._total) if replica not in self._lost]
 
-    def _withdraw(self, replica: int, time: float, outcome: Outcome) -> None:
+    def _withdraw(self, replica: int, time: float, outcome: Outcome | None) -> None:
         self._stop(replica, time, outcome)
         # Replicas whose gradient was surplus may start again: one of them must replace the withdrawn gradient.
         if accepted := self._accepted.pop(replica, None):
-            self._ended.append(accepted.ended(self._step, outcome))
+            if outcome is not None:
+                self._ended.append(accepted.ended(self._step, outcome))
             self._surplus.clear()
 
-    def _stop(self, replica: int, time: float, outcome: Outcome) -> Computation | None:
-        """Withdraws the gradient that `replica` computes, if any, and returns it."""
+    def _stop(self, replica: int, time: float, outcome: Outcome | None) -> Computation | None:
+        """Withdraws the gradient that `replica` computes, if any, and returns it; it is no gradient without outcome."""
         self._held_secs.forget(replica)
         computation = self._computing.pop(replica, None)
-        if computation:
+        if computation and outcome is not None:
             self._ended.append(computation.ended(time, self._step, outcome))
         return computation
 

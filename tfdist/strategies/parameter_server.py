@@ -304,8 +304,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             models.leave_building_to_strategy(call.model)
             call.ends.append(self._engine.end_call)
             if call.kind == "fit" and isinstance(self._training, RoundEngine):
-                call.after.append(self._training.end_fit)
+                call.after.append(functools.partial(self._end_fit, call, self._training))
         scope.begin(self, call, f"the chief would train the model alone, without {workers}")
+
+    def _end_fit(self, call: calls.Call, engine: RoundEngine) -> None:
+        # A call that was refused leaves the pass of another call as it is.
+        if call.under is self:
+            engine.end_fit()
 
     def _begin_call(self) -> None:
         self.distribution.check_open()
