@@ -497,13 +497,13 @@ def test_lines_to_the_user_are_logged_behind_one_prefix(path: pathlib.Path):
 
 # How the package is cut. These go down, not up: a file that one other file imports belongs into that file, unless it is
 # an idea of its own (a program that is started by its name, a public class, an engine).
-MOST_FILES = 235
-MOST_WITH_ONE_IMPORTER = 45
-MOST_IN_COMPAT = 24
-MOST_LINES = 900
+MOST_FILES = 223
+MOST_WITH_ONE_IMPORTER = 42
+MOST_IN_COMPAT = 23
+MOST_LINES = 864
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 57_950, ("tfdist", "js"): 1_605, ("tests", "py"): 45_600}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 54_519, ("tfdist", "js"): 1_435, ("tests", "py"): 45_051}
 
 
 @functools.cache

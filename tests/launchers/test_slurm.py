@@ -61,8 +61,8 @@ def test_what_is_planned_is_shell():
         ({"grace_secs": float("nan")}, "--grace_period_secs is not a duration"),
         ({"port": 65536}, "--port is not a port"),
         (
-            {"shape": Shape(num_workers=16), "tasks_per_node": 16},
-            "--port has to be given for more than 15 tasks on one host, such as --port=20000. Received: 16 tasks",
+            {"shape": Shape(num_workers=17), "tasks_per_node": 17},
+            "--port has to be given for more than 16 tasks on one host, such as --port=20000. Received: 17 tasks",
         ),
         ({"directory": "a\nb"}, "--directory has a character that a batch script can't hold"),
         ({"options": {"time": '1"'}}, "--time has a character that a batch script can't hold"),

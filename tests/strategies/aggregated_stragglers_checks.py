@@ -151,7 +151,7 @@ def test_slow_input_of_a_worker_with_spares_is_named(with_spares: Callable[[int]
 
     def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat()
-        return data.apply(testing.sleep(100_000)) if context.input_pipeline_id == LAST else data
+        return data.apply(testing.sleep(400_000)) if context.input_pipeline_id == LAST else data
 
     strategy.distribution.recorder.take()
     compiled(strategy).fit(strategy.distribute_datasets_from_function(make), steps_per_epoch=100, verbose=0)

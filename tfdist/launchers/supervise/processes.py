@@ -456,7 +456,7 @@ class _Printer:
         self._write(process, lines, True)
 
     def _write(self, process: Process, lines: Sequence[str], error: bool) -> None:
-        if not self._console or process.is_muted:
+        if not lines or not self._console or process.is_muted:
             return
         prefix = f"[{process.name}] "
         if error and TRACEBACK in lines:
