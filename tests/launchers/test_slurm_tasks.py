@@ -102,7 +102,7 @@ def test_steps_that_make_no_sense(change, words):
 
 
 def test_more_tasks_on_a_host_than_ports():
-    env = {**ENVIRONMENT, "SLURM_JOB_NODELIST": "n", "SLURM_TASKS_PER_NODE": "16"}
-    with pytest.raises(requests.LaunchError, match="a host has more tasks than the 15 for which ports are set aside"):
-        found(Shape(16), env)
-    assert "n:3015" in found(Shape(16), env, port=3000)[1]["TF_CONFIG"]
+    env = {**ENVIRONMENT, "SLURM_JOB_NODELIST": "n", "SLURM_TASKS_PER_NODE": "17"}
+    with pytest.raises(requests.LaunchError, match="a host has more tasks than the 16 for which ports are set aside"):
+        found(Shape(17), env)
+    assert "n:3015" in found(Shape(17), env, port=3000)[1]["TF_CONFIG"]

@@ -61,7 +61,7 @@ def test_a_maximum_is_refused_where_a_state_is_the_sum_of_its_copies(strategy: t
         model = dense_model()
         largest = own_models.Combined(lambda value, y: tf.maximum(value, tf.reduce_max(y)))
         model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=[largest])
-    with pytest.raises(ValueError, match="on parameter servers as a maximum or minimum"):
+    with pytest.raises(ValueError, match="on parameter servers with a policy as a maximum or minimum"):
         model.fit(X, Y, batch_size=8, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 0
 
