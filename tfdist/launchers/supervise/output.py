@@ -112,17 +112,27 @@ class Tracebacks:
         self.is_interrupted = False
         self.raised_secs: dict[str, float] = {}
         self._lock = threading.Lock()
+        self._first: str | None = None
+        self._is_first_whole = threading.Event()
         self._raised_by: dict[str, list[str]] = {}
 
     def begin(self, task: str) -> bool:
         """Notes the beginning of a traceback; returns True if it is to be printed at once."""
         with self._lock:
             self.raised_secs = {**self.raised_secs, task: self.clock()}
+            if self._first is None and not self.is_interrupted:
+                self._first = task
             return self.raised_secs.keys() == {task} and not self.is_interrupted
+
+    def awaits_first(self, task: str, timeout_secs: float = 0.0) -> bool:
+        """Returns True while the message of another task, which is printed as it comes, is not complete."""
+        return self._first not in (None, task) and not self._is_first_whole.wait(timeout_secs)
 
     def add(self, task: str, lines: Sequence[str]) -> bool:
         """Adds a traceback; returns False if it is known of another task."""
         with self._lock:
+            if task == self._first:
+                self._is_first_whole.set()
             tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), [])
             is_new = not tasks or task in tasks
             tasks += [] if task in tasks else [task]
@@ -178,10 +188,17 @@ class TracebackFilter:
     def due(self) -> list[str]:
         """Returns the held lines once their message is complete."""
         now = self._tracebacks.clock()
-        return self.flush() if now - self._last >= _SILENT_SECS or now - self._since >= _MOST_SECS else []
+        is_complete = now - self._last >= _SILENT_SECS and not self._tracebacks.awaits_first(self._task)
+        return self.flush() if is_complete or now - self._since >= _MOST_SECS else []
+
+    def end(self) -> list[str]:
+        """Returns the held lines, at the end of the output; waits until they can be compared with the first task's."""
+        if self._held:
+            self._tracebacks.awaits_first(self._task, _MOST_SECS)
+        return self.flush()
 
     def flush(self) -> list[str]:
-        """Returns the held lines, at the end of the output."""
+        """Returns the held lines."""
         held, is_printed = self._held, self._is_printed
         self._held, self._is_printed = [], False
         if not held:

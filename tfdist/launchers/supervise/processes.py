@@ -452,7 +452,7 @@ class _Printer:
 
     def tick(self, process: Process, is_end: bool = False) -> None:
         """Prints a traceback that is complete, behind the last state of the task's progress bar."""
-        lines = self._tracebacks.flush() if is_end else self._tracebacks.due()
+        lines = self._tracebacks.end() if is_end else self._tracebacks.due()
         self._write(process, lines, True)
 
     def _write(self, process: Process, lines: Sequence[str], error: bool) -> None:
