@@ -16,6 +16,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -32,6 +33,8 @@ REACHES_ALL_VARIABLE = "TFDIST_SLURM_REACHES_ALL"
 _SIGNAL_TIMEOUT_SECS = 20.0
 _POLL_SECS = 0.2
 _KILLED_EXIT_CODE = 137
+TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
+_LATE_SECS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,9 @@ class Exits:
 
     def leave(self, task: Task, code: int, grace_secs: float) -> None:
         """Notes the exit code of a task; after a failure, waits for the others to save their work."""
+        if code == TERMINATED_EXIT_CODE:
+            # Where Slurm signals the script, too, it can end before this process has received the same signal.
+            self._wait(lambda: self._term(task) is not None, _LATE_SECS)
         self._has_ended = True
         self._write(_file_name(task), str(code), "w")
         if code == 0 or self._is_gone():

@@ -30,7 +30,7 @@ from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers import command_line, shape, tools
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits, SlurmVerdict
+from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, TERMINATED_EXIT_CODE, Exits, SlurmVerdict
 
 # Parser of Slurm's time limits.
 
@@ -100,7 +100,6 @@ def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kil
 _FAILURES = re.compile(r"\btfdist_failures=(\d{1,9})\b")
 # Slurm sends the signal before the time limit up to a minute too early.
 _EARLY_SECS = 90.0
-_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +156,7 @@ class BatchJob:
             self._directory.mkdir()
             code = subprocess.Popen(srun, env={**os.environ, **self._environment()}).wait()
             if self._is_ending:
-                return _TERMINATED
+                return TERMINATED_EXIT_CODE
             return self._conclude(self._exits.verdict(code if code >= 0 else 128 - code))
         except OSError as error:
             _log.say(f"can't run {srun[0]} in {pathlib.Path.cwd()}, which all hosts of the job should share: {error}")
@@ -209,7 +208,7 @@ class BatchJob:
                 "not queued again: the time limit is near and nothing was saved, so that it would begin anew; "
                 "train with tfdist.callbacks.Resume, or use a longer --time"
             )
-            return _TERMINATED
+            return TERMINATED_EXIT_CODE
         if self._preemptions >= self._limits.max_preemptions:
             return self._give_up(verdict.code, "--max_preemptions", self._limits.max_preemptions)
         return self._requeue(verdict.code, f"preemption {self._preemptions + 1}")
