@@ -22,7 +22,7 @@ class Cluster:
     """State of the stand-in, and settings of its behaviour.
 
     The keys of `state`: `objects` by full name; `calls`; `taken_later`, names that are taken once the dry run is over;
-    `refusal`, why pods can't be created; `max_pods`; `warnings`; `no_dry_run`; `stubborn`, for deletions that fail.
+    `refusal`, why pods can't be created; `max_pods`; `warnings`; `no_dry_run`.
     """
 
     def __init__(self, path: pathlib.Path) -> None:

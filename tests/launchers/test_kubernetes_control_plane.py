@@ -147,20 +147,3 @@ def test_taken_name_leaves_nothing_behind(api, taken):
         launch(namespace, "/app/train.py")
     assert [each["metadata"]["uid"] for each in api.items(namespace, taken)] == [name]
     assert not any(api.items(namespace, plural) for plural in kinds if plural != taken)
-
-
-def test_name_taken_between_rehearsal_and_creation_is_rolled_back(api, monkeypatch):
-    namespace = api.create_namespace(names())
-    policy = {"metadata": {"name": "run1"}, "spec": {"podSelector": {}}}
-    real = kubernetes._run
-
-    def run(command, stdin=""):
-        answer = real(command, stdin)
-        if "--dry-run=server" in command:
-            api.call("POST", f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies", policy)
-        return answer
-
-    monkeypatch.setattr(kubernetes, "_run", run)
-    with pytest.raises(requests.LaunchError, match=r"networkpolicies.networking.k8s.io run1; nothing is left of"):
-        launch(namespace, "/app/train.py")
-    wait_until(lambda: not any(api.items(namespace, plural) for plural in ("services", "jobs", "secrets")), SECS)

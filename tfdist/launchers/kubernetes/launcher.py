@@ -251,7 +251,7 @@ class _Answer:
 
 
 def create_objects(kubectl: str, job: KubernetesJob) -> None:
-    """Creates all objects of a job, or none.
+    """Creates all objects of a job, after a rehearsal, so that a refusal leaves nothing behind.
 
     Raises:
       ToolError: the cluster refuses an object, for example because its name is taken.
@@ -259,7 +259,7 @@ def create_objects(kubectl: str, job: KubernetesJob) -> None:
     shown: set[str] = set()
     rehearsal = _run([kubectl, "create", "--dry-run=server", "--output=name", "--filename=-"], job.text)
     _show_warnings(rehearsal, shown)
-    # Some clusters have webhooks that refuse a dry run. Then a failed creation is rolled back.
+    # Some clusters have webhooks that refuse a dry run.
     if rehearsal.code != 0 and "dry run" not in rehearsal.err.lower():
         raise ToolError(f"{_problem(rehearsal, job)}; nothing was created")
     answer = _run([kubectl, "create", "--output=name", "--filename=-"], job.text)
@@ -270,9 +270,9 @@ def create_objects(kubectl: str, job: KubernetesJob) -> None:
         return
     if answer.code is None:
         raise ToolError(f"{_problem(answer, job)}; some may have been created, remove them: {job.removal}")
-    left = _take_back(kubectl, job, created)
-    rest = f"remove what was created: {left}" if left else "nothing is left of what was created"
-    raise ToolError(f"{_problem(answer, job)}; {rest}")
+    where = [flag for flag in job.selector if flag.startswith("--namespace")]
+    left = f"remove what was created: {' '.join([kubectl, 'delete', *where, *created])}"
+    raise ToolError(f"{_problem(answer, job)}; {left if created else 'nothing was created'}")
 
 
 def look_for_pods(kubectl: str, job: KubernetesJob, timeout_secs: float) -> int:
@@ -349,15 +349,6 @@ def _problem(answer: _Answer, job: KubernetesJob) -> str:
     said = "; ".join(line for line in answer.err.splitlines() if line.strip() and not line.startswith(_WARNING))
     said = said or answer.out.strip()
     return f"kubectl failed with exit code {answer.code}: {said[-500:] or 'it said nothing'}"
-
-
-def _take_back(kubectl: str, job: KubernetesJob, created: Sequence[str]) -> str:
-    """Deletes the created objects; returns "", or the command that deletes them if that failed."""
-    if not created:
-        return ""
-    where = [flag for flag in job.selector if flag.startswith("--namespace")]
-    command = ["delete", "--ignore-not-found", "--wait=false", *where, *created]
-    return "" if _run([kubectl, *command]).code == 0 else " ".join(["kubectl", *command])
 
 
 def _show_warnings(answer: _Answer, shown: set[str]) -> None:
