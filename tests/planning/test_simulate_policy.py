@@ -39,10 +39,10 @@ def test_three_replicas_step_by_step():
     counts = {"contributions": (), "time": 0.0, "opened_secs": 0.0}
     assert [dataclasses.replace(update, **counts) for update in simulation.updates] == [
         # Replica 1 had waited for the update since 1 s.
-        base.Update(1, (1, 2), (), (0, 0), 2.0, 1.0, (), (1.0, 1.0), (0, 1), held_secs=(0.0, 1.0, 0.0)),
+        base.Update(1, (1, 2), (), (0, 0), 2.0, 1.0, (), (1.0, 1.0), (0, 1)),
         # Replica 0 was late for the first update. It began anew at 3 s, and is not done when the second is made at 5 s.
         # Replica 2 had waited since 2.5 s.
-        base.Update(2, (2, 1), (0,), (0, 0), 3.0, 2.5, (), (1.0, 1.0), (2, 3), held_secs=(0.0, 0.0, 2.5)),
+        base.Update(2, (2, 1), (0,), (0, 0), 3.0, 2.5, (), (1.0, 1.0), (2, 3)),
     ]
     accepted, dropped = Outcome.ACCEPTED, Outcome.DROPPED
     assert [update.contributions for update in simulation.updates] == [

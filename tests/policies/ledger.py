@@ -20,8 +20,6 @@ class Ledger:
     def __init__(self, policy: Aggregation) -> None:
         self.open: dict[tuple[int, float], int] = {}
         self.outcomes: collections.Counter[tuple[int, Outcome]] = collections.Counter()
-        self.held_secs = 0.0
-        self.policy_held_secs = 0.0
         # Gradients that ended while the last update was made: the next one names them.
         self._ended: set[tuple[int, float]] = set()
         started, updated = policy.started, policy.updated
@@ -58,9 +56,6 @@ class Ledger:
         # Besides these, `dropped` has arrivals of gradients that were lost or withdrawn before.
         dropped = collections.Counter(each.replica for each in others if each.outcome is Outcome.DROPPED)
         assert dropped <= collections.Counter(update.dropped)
-        self.held_secs += sum(each.held for each in update.contributions)
-        self.policy_held_secs += sum(update.held_secs)
-        assert self.held_secs <= self.policy_held_secs + 1e-9
 
     def _check_open(self, policy: Aggregation) -> None:
         """Each gradient that no update has named is computed, or waits for its update."""

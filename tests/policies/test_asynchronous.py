@@ -118,7 +118,7 @@ def test_a_slow_worker_holds_the_others_back_at_the_bound(bound: int) -> None:
     # In the 10 s that the slow one needs, as many updates as the bound allows are made; then its own, and those of the
     # others that were held back meanwhile.
     assert (bound + 1) / 10 <= found.updates_per_sec * 1.01 <= (bound + 1 + 3) / 10 * 1.02
-    assert sum(sum(update.held_secs) for update in found.updates) > 0
+    assert sum(each.held for update in found.updates for each in update.contributions) > 0
 
 
 @pytest.mark.parametrize("slow", range(4))

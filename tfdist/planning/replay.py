@@ -199,7 +199,6 @@ class _Run:
         else:
             policy = BackupWorkers(spares=spares)
             policy.begin(len(workers), self._header.strategy)
-        policy.leave_out_held_secs()
         secs = [self._secs[name] for name in workers]
         costs = Costs(update_secs=lambda taking_part: self._overhead)
         loop = EventLoop(policy, lambda replica, attempt: secs[replica][attempt % len(secs[replica])], costs)

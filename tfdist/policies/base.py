@@ -18,8 +18,6 @@ from tfdist.policies.records import (
     Computation,
     Contribution,
     Delivered,
-    HeldSecs,
-    NoHeldSecs,
     Outcome,
     Update,
 )
@@ -109,7 +107,8 @@ class Aggregation(Policy):
         # Number of replicas that take part, None for all; their indices.
         self._limit: int | None = None
         self._taking_part: set[int] = set()
-        self._held_secs = HeldSecs()
+        # When each idle replica has delivered its last gradient, later by the time in which no update was wanted.
+        self._idle_since: dict[int, float] = {}
 
     @property
     def replicas_to_aggregate(self) -> int:
@@ -146,18 +145,15 @@ class Aggregation(Policy):
         """Replicas whose gradients were accepted for the current step's update, in the order of arrival."""
         return tuple(self._accepted)
 
-    def leave_out_held_secs(self) -> None:
-        """Leaves `Update.held_secs` empty, so that no call takes time per idle replica: for simulators."""
-        self._held_secs = NoHeldSecs()
-
     def opened(self, time: float) -> None:
         """Notes that Keras asked for the update of this step; `Update.wait_secs` counts from this time.
 
         Replicas may start before, as soon as the previous update was made. An engine that must not compute ahead
         calls `may_start` only after Keras has asked.
         """
+        if (unwanted_secs := time - self._opened_at) > 0:
+            self._idle_since = {each: min(time, since + unwanted_secs) for each, since in self._idle_since.items()}
         self._opened_at = time
-        self._held_secs.opened(time)
 
     def limit(self, count: int) -> None:
         """Lets only `count` of the living replicas take part from now on.
@@ -212,14 +208,13 @@ class Aggregation(Policy):
             return None
         self._started.pop(replica, None)
         self._started[replica] = None
-        self._computing[replica] = Computation(replica, self._step, time, self._held_secs.started(replica, time))
+        self._computing[replica] = Computation(replica, self._step, time, self._held_secs(replica, time))
         return self._step
 
     def started_late(self, replica: int, local_step: int, time: float) -> None:
         """Notes that `replica` computes a gradient of a step that is over, which it could not know; it is dropped."""
         if self.takes_part(replica) and replica not in self._computing:
-            held = self._held_secs.started(replica, time)
-            self._computing[replica] = Computation(replica, local_step, time, held)
+            self._computing[replica] = Computation(replica, local_step, time, self._held_secs(replica, time))
 
     def measured(self, replica: int, local_step: int, input_secs: float, start: float | None = None) -> None:
         """Notes what `replica` has measured of the gradient that it computes; nothing if no such one is computed.
@@ -363,7 +358,7 @@ class Aggregation(Policy):
         if computation is None or computation.local_step != local_step:
             return None
         del self._computing[replica]
-        self._held_secs.idle_since[replica] = time
+        self._idle_since[replica] = time
         self.durations[replica].append(time - computation.start)
         return computation
 
@@ -386,7 +381,6 @@ class Aggregation(Policy):
             changes=tuple(changes),
             weights=weights,
             numbers=tuple(numbers),
-            held_secs=self._held_secs.updated(time, self._total),
             contributions=(*ended, *accepted),
             time=time,
             opened_secs=max(0.0, time - self._opened_at),
@@ -403,6 +397,10 @@ class Aggregation(Policy):
         """Returns the replicas that are not lost."""
         return [replica for replica in range(self._total) if replica not in self._lost]
 
+    def _held_secs(self, replica: int, time: float) -> float:
+        """Returns for how long a replica that starts a gradient at `time` was held back before."""
+        return time - self._idle_since.pop(replica, time)
+
     def _withdraw(self, replica: int, time: float, outcome: Outcome | None) -> None:
         self._stop(replica, time, outcome)
         # Replicas whose gradient was surplus may start again: one of them must replace the withdrawn gradient.
@@ -413,7 +411,7 @@ class Aggregation(Policy):
 
     def _stop(self, replica: int, time: float, outcome: Outcome | None) -> Computation | None:
         """Withdraws the gradient that `replica` computes, if any, and returns it; it is no gradient without outcome."""
-        self._held_secs.forget(replica)
+        self._idle_since.pop(replica, None)
         computation = self._computing.pop(replica, None)
         if computation and outcome is not None:
             self._ended.append(computation.ended(time, self._step, outcome))

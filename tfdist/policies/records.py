@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 from typing import NamedTuple
 
 
@@ -82,8 +81,6 @@ class Update:
       changes: changes of the policy's settings since the previous update.
       weights: factor of each contributor's gradient, in the same order.
       numbers: `Arrival.number` of each contributor's gradient, in the same order.
-      held_secs: for each replica, the time since the previous update in which it had delivered a gradient and was not
-        allowed to start the next one.
       contributions: the gradients that were accepted, dropped or lost since the previous update, with the times of
         their start and arrival. The accepted ones are last, in the order of `contributors`.
       time: time at which the update was made, on the clock of the contributions.
@@ -99,7 +96,6 @@ class Update:
     changes: tuple[Change, ...]
     weights: tuple[float, ...] = ()
     numbers: tuple[int, ...] = ()
-    held_secs: tuple[float, ...] = ()
     contributions: tuple[Contribution, ...] = ()
     time: float = 0.0
     opened_secs: float = 0.0
@@ -127,65 +123,6 @@ class Update:
             time=contribution.arrival,
             opened_secs=opened_secs,
         )
-
-
-# Time for which a policy holds replicas back, from one update to the next (`Update.held_secs`).
-
-
-class HeldSecs:
-    """Adds up, for each replica, the time in which it had delivered a gradient and had not started the next one.
-
-    Attributes:
-      idle_since: for each idle replica, when its last gradient arrived; to be written when one does.
-    """
-
-    def __init__(self) -> None:
-        self.idle_since: dict[int, float] = {}
-        # Replica -> idle seconds since the last update; and since its last gradient was delivered.
-        self._held: dict[int, float] = {}
-        self._before_start: dict[int, float] = {}
-
-    def opened(self, time: float) -> None:
-        """Notes that Keras asked for an update. Idle time before doesn't count: no update was wanted."""
-        self.idle_since = dict.fromkeys(self.idle_since, time)
-
-    def started(self, replica: int, time: float) -> float:
-        """Notes that `replica` starts a gradient; returns for how long it was held back before."""
-        since = self.idle_since.pop(replica, None)
-        if since is not None:
-            self._held[replica] = self._held.get(replica, 0.0) + time - since
-            return self._before_start.pop(replica, 0.0) + time - since
-        return self._before_start.pop(replica, 0.0)
-
-    def forget(self, replica: int) -> None:
-        """Notes that the gradient of `replica` was withdrawn."""
-        self.idle_since.pop(replica, None)
-        self._before_start.pop(replica, None)
-
-    def updated(self, time: float, total_num_replicas: int) -> tuple[float, ...]:
-        """Returns the seconds of each replica since the previous update, and begins anew."""
-        held, self._held = self._held, {}
-        for replica, since in self.idle_since.items():
-            self.idle_since[replica] = time
-            held[replica] = held.get(replica, 0.0) + time - since
-            self._before_start[replica] = self._before_start.get(replica, 0.0) + time - since
-        return (*map(held.get, range(total_num_replicas), itertools.repeat(0.0)),)
-
-
-class NoHeldSecs(HeldSecs):
-    """Measures nothing, so that no event takes time per idle replica."""
-
-    def opened(self, time: float) -> None:
-        """Does nothing."""
-
-    def started(self, replica: int, time: float) -> float:
-        """Returns 0.0."""
-        del replica, time
-        return 0.0
-
-    def updated(self, time: float, total_num_replicas: int) -> tuple[float, ...]:
-        """Returns an empty tuple."""
-        return ()
 
 
 # A gradient from its start until the policy knows what becomes of it.

@@ -70,7 +70,6 @@ def simulate(
     _check_composed(composed, codec, steps_per_epoch)
     engine = EngineModel(strategy, cluster, model, composed, codec)
     policy = engines.aggregation(strategy, composed, replicas)
-    policy.leave_out_held_secs()
     costs = engine.costs(policy.is_synchronous)
     times = ComputingTimes(cluster, model, engine, seed)
     loop = EventLoop(
