@@ -30,6 +30,8 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+# Else pytest's workers have a terminal of 80 columns, and a single process that of who runs it.
+os.environ["COLUMNS"] = "120"
 # Several processes share a few cores, and the models are too small to be divided among threads.
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 # Children find tfdist wherever they are started, and import Keras as sparingly as lean/sitecustomize.py says.

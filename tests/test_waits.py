@@ -52,6 +52,8 @@ ENDED_BY = {
     "launchers/ssh/client.py:main": "ssh.poll()",
     "launchers/ssh/task.py:received_from": "_LOST_SECS",
     "launchers/tools.py:_first_line": "deadline",
+    "resume/checkpoint.py:CheckpointDirectory._beat": "self._released",
+    "resume/checkpoint.py:CheckpointDirectory.take": "until",
     "resume/preemption.py:Together._receive": "check()",
     "coordination/keepalive.py:Keepalive._run": "self._ended",
     "coordination/quorum_client.py:QuorumClient._connect": "until",
@@ -101,6 +103,7 @@ UNBOUNDED = {
     "launchers/ssh/launcher.py:check_hosts": "each probe has a timeout",
     "launchers/ssh/task.py:_run": "the task has ended; its last output is drained in a bounded time",
     "launchers/tools.py:run_until_line": "a tool like `kubectl logs -f` runs as long as the job; Ctrl-C ends it",
+    "resume/checkpoint.py:CheckpointDirectory.release": "the thread has been told to end",
     "serving/task.py:_serve": "the process ends with its parent",
     "step/logs.py:MetricResults.after": "a metric's value, no future",
 }

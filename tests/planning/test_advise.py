@@ -114,8 +114,7 @@ def test_a_fixed_global_batch_shares_out_the_examples():
 
 
 @pytest.mark.parametrize("price", [["--price-per-hour=3"], ["--price_per_hour=3"], ["--price-per-hour", "3"]])
-def test_flags_may_have_dashes_and_stand_behind_the_profile(tmp_path, capsys, monkeypatch, price):
-    monkeypatch.setenv("COLUMNS", "120")
+def test_flags_may_have_dashes_and_stand_behind_the_profile(tmp_path, capsys, price):
     output = tmp_path / "advice.json"
     options = ["--workers=1,2,4", "--network=10Gbit", "--examples=1e6", f"--json={output}"]
     assert cli.main(["advise", write(tmp_path), *options, *price]) == 0

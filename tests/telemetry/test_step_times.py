@@ -166,13 +166,13 @@ def test_two_threads_collect_each_step_once(cpus: list[str], monkeypatch: pytest
 
     def take(times: StepClock) -> tuple[int, Updates, Contributions]:
         if inside:
-            return 0, Updates.empty(), Contributions.empty()
+            return 0, Updates.of_rows([]), Contributions.of_rows([])
         inside.append(threading.Thread(target=strategy.distribution.collect))
         inside[0].start()
         inside[0].join(0.2)
         # The other thread waits until the steps are recorded.
         assert inside[0].is_alive()
-        return 3, Updates.empty(), Contributions.empty()
+        return 3, Updates.of_rows([]), Contributions.of_rows([])
 
     monkeypatch.setattr(StepClock, "take", take)
     strategy.distribution.collect()

