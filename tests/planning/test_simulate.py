@@ -33,7 +33,6 @@ _NETWORKS = st.builds(
     NetworkModel,
     bandwidth=st.sampled_from(["100Mbit", "1Gbit", "10Gbit", float("inf")]),
     latency_secs=st.sampled_from([0.0, 1e-4, 1e-2]),
-    shared_bandwidth=st.sampled_from([None, "1Gbit"]),
     queueing=st.sampled_from([None, "fair", "fifo"]),
 )
 _MODELS = st.builds(
@@ -89,8 +88,7 @@ def test_each_gradient_counts_once_and_policies_keep_their_promises(
         servers=2,
         compute=compute,
         network=network,
-        mean_secs_between_failures=50.0 if failing else None,
-        mean_secs_down=1.0,
+        failures=[simulation.Failure(0.3, 0, 1.0), simulation.Failure(2.0, workers - 1, 0.5)] if failing else [],
     )
     policies = _policies(kind[1], workers)
     found = simulate(cluster, model, strategy=kind[0], policies=policies, num_updates=25, seed=seed)
@@ -200,9 +198,7 @@ def test_events_cost_no_more_calls_with_more_workers():
 
 def test_the_same_seed_gives_the_same_result_and_another_one_not():
     def again(seed: int) -> Result:
-        cluster = ClusterModel(
-            workers=5, compute=lognormal(0.1, 1.0), mean_secs_between_failures=20.0, mean_secs_down=1
-        )
+        cluster = ClusterModel(workers=5, compute=lognormal(0.1, 1.0))
         return simulate(cluster, policies=[tfdist.BackupWorkers(spares=1)], num_updates=100, seed=seed)
 
     assert again(0) == again(0)
@@ -320,7 +316,6 @@ ANY: Any = simulation
         (lambda: ANY.ClusterModel(compute=0.1), "such as lognormal.mean=0.2, s=1.0.. Received: 0.1"),
         (lambda: ANY.ClusterModel(speeds={"worker:1": 2.0}), '"worker:0" to "worker:0".* Received: \'worker:1\''),
         (lambda: ANY.ClusterModel(speeds={"*": 0}), "must be numbers above 0"),
-        (lambda: ANY.ClusterModel(servers=2, server_shares=[0.5, 0.6]), "with a sum of 1. Received"),
         (lambda: ANY.ClusterModel(failures=[ANY.Failure(1, 1)]), "of workers 0 to 0"),
         (lambda: ANY.NetworkModel(bandwidth=-1), "must be greater than 0. Received: -1"),
         (lambda: ANY.NetworkModel(bandwidth="10Gbitt"), "no known unit; write it like 10Gbit .* '10Gbitt'"),

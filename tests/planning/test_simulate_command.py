@@ -39,7 +39,7 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
     out = tmp_path / "result.json"
     arguments = ["--workers=6", "--servers=2", "--compute=lognormal(mean=0.2, s=0.5)", "--dense_bytes=100MB"]
     arguments += ["--bandwidth=1Gbit", "--policies=BackupWorkers(spares=1)", "--policies=Compression('auto')"]
-    assert cli.main(["simulate", *arguments, "--codec={ratio: 0.1}", "--num_updates=20", f"--json={out}"]) == 0
+    assert cli.main(["simulate", *arguments, "--codec=CodecModel(ratio=0.1)", "--num_updates=20", f"--json={out}"]) == 0
     assert "BackupWorkers(spares=1) + Compression('auto'" in capsys.readouterr().out
     result = json.loads(out.read_text())
     assert (result["replicas"], result["updates"], sum(result["accepted"])) == (6, 20, 100)
@@ -89,11 +89,9 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
             ["--step_secs=1s", "--strategy=multi_worker", "--policies=SoftSync(1)"],
             "policies: SoftSync(updates=1) does ",
         ),
-        *(
-            ([f"--codec={text}"], "--codec: write it like {ratio: 0.5}, with ratio, ")
-            for text in ("0.5", "{speed: 3}", "[")
-        ),
-        (["--codec={ratio: -1}"], "--codec: (ratio=...) must be a number above 0. Received: -1"),
+        (["--codec=0.5"], "--codec: write it with its parameters, like CodecModel(ratio=0.5). Received: '0.5'"),
+        (["--codec=CodecModel(speed=3)"], "--codec: write it like CodecModel(ratio=0.5), with ratio, "),
+        (["--codec=CodecModel(ratio=-1)"], "CodecModel(ratio=...) must be a number above 0. Received: -1"),
         (["--step_secs=1s", "--overlap=2"], "--overlap must be a share from 0 to 1. Received: 2.0"),
     ],
 )

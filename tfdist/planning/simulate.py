@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import yaml
 from absl import flags
 
 import tfdist.flags
@@ -104,8 +103,6 @@ _CLUSTER = {
     "devices_per_worker": int,
     "workers_per_machine": int,
     "compute": str,
-    "mean_secs_between_failures": str,
-    "mean_secs_down": str,
 }
 _NETWORK = {
     "bandwidth": str,
@@ -113,7 +110,6 @@ _NETWORK = {
     "within_bandwidth": str,
     "within_latency_secs": str,
     "server_bandwidth": str,
-    "shared_bandwidth": str,
     "queueing": str,
 }
 _MODEL = {
@@ -131,14 +127,11 @@ _HELP = {
     "devices_per_worker": "devices of each worker",
     "workers_per_machine": "workers that share a machine's link",
     "compute": "distribution of the seconds of a step, such as 'lognormal(mean=0.2, s=1.0)'",
-    "mean_secs_between_failures": "of each worker, such as 10h",
-    "mean_secs_down": "until a lost worker is back, such as 5min",
     "bandwidth": "of each machine's link, such as 10Gbit",
     "latency_secs": "of a message between machines, such as 50us",
     "within_bandwidth": "between devices of a machine, such as 12GB/s",
     "within_latency_secs": "of a message within a machine",
     "server_bandwidth": "of each parameter server's link; that of the machines by default",
-    "shared_bandwidth": "of a medium that all traffic between machines crosses",
     "queueing": "order of transfers on a link: fair or fifo",
     "dense_bytes": "bytes of the dense variables, such as 100MB",
     "batch_size": "examples in the batch of one device",
@@ -187,8 +180,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _with_flags(text: str) -> str:
     """Returns an error's text with flags in place of the arguments of classes."""
-    text = text.replace("CodecModel(", "--codec: (").replace("SparseTable(", "--sparse_table: (")
-    return _OF_CLASSES.sub(r"--\1", text)
+    return _OF_CLASSES.sub(r"--\1", text.replace("SparseTable(", "--sparse_table: ("))
 
 
 def write_log(result: Result, log_dir: str) -> str:
@@ -246,7 +238,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string(
         "sparse_table", [], "rows that a step touches, x, bytes of a row, such as 2000x256B", flag_values=values
     )
-    text("codec", None, "cost of the codec of Compression, such as '{ratio: 0.5, commutes_with_sum: true}'")
+    text("codec", None, "cost of the codec of Compression, such as 'CodecModel(ratio=0.5)'")
     define: dict[Callable[[str], Any], Callable[..., Any]] = {
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
@@ -262,7 +254,7 @@ def _simulate(values: flags.FlagValues) -> Result:
 
     cluster = given(_CLUSTER)
     if "compute" in cluster:
-        name, keywords = _call(cluster["compute"])
+        name, keywords = _call(cluster["compute"], "--compute", "lognormal(mean=0.2, s=1.0)")
         try:
             cluster["compute"] = DelayDistribution.from_dict({"distribution": name, **keywords})
         except ValueError as error:
@@ -288,17 +280,14 @@ def _table(text: str) -> SparseTable:
 
 
 def _codec(text: str) -> CodecModel:
+    name, given = _call(text, "--codec", "CodecModel(ratio=0.5)")
     known = [field.name for field in dataclasses.fields(CodecModel)]
-    try:
-        given = yaml.safe_load(text)
-    except yaml.YAMLError:
-        given = None
-    if not isinstance(given, dict) or "ratio" not in given or not given.keys() <= set(known):
-        raise ValueError(f"--codec: write it like {{ratio: 0.5}}, with {', '.join(known)}. Received: {text!r}")
+    if name != "CodecModel" or "ratio" not in given or not given.keys() <= set(known):
+        raise ValueError(f"--codec: write it like CodecModel(ratio=0.5), with {', '.join(known)}. Received: {text!r}")
     return CodecModel(**given)
 
 
-def _call(text: str) -> tuple[str, dict[str, Any]]:
+def _call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
     """Parses "lognormal(mean=0.2, s=1)" into the name and the arguments; no code is evaluated."""
     try:
         call = ast.parse(text.strip()[:_MAX_TEXT], mode="eval").body
@@ -306,9 +295,7 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError("no call")
         return call.func.id, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise ValueError(
-            f"--compute: write it with its parameters, like lognormal(mean=0.2, s=1.0). Received: {text[:100]!r}"
-        ) from None
+        raise ValueError(f"{flag}: write it with its parameters, like {example}. Received: {text[:100]!r}") from None
 
 
 if __name__ == "__main__":

@@ -119,8 +119,7 @@ class EngineModel:
         kind = Link if is_fair else FifoLink
         takes_time = bool(down_bytes or up_bytes) and min(capacity, most) < math.inf
         down = kind(capacity, most) if takes_time else None
-        is_shared = network.shared_bandwidth is not None and not cluster.is_one_machine
-        up = down if is_shared or down is None else kind(capacity, most)
+        up = kind(capacity, most) if takes_time else None
         return Costs(
             down=down,
             up=up,
@@ -131,16 +130,11 @@ class EngineModel:
         )
 
     def _server_capacity(self) -> tuple[float, float]:
-        """Returns bytes per second of all servers together, and of one worker at most.
-
-        The server with the largest share is full first, and all others send in proportion.
-        """
+        """Returns bytes per second of all servers together, and of one worker at most."""
         network, cluster = self._network, self._cluster
         if cluster.is_one_machine:
             return cluster.servers * network.within_bandwidth, network.within_bandwidth
-        capacity = (network.server_bandwidth or network.bandwidth) / cluster.largest_share
-        if network.shared_bandwidth is not None:
-            capacity = min(capacity, network.shared_bandwidth)
+        capacity = (network.server_bandwidth or network.bandwidth) * cluster.servers
         return capacity, network.bandwidth / min(cluster.workers_per_machine, cluster.workers)
 
     @property
@@ -198,8 +192,6 @@ class EngineModel:
         bandwidth = network.bandwidth
         if cluster.workers_per_machine > 1:
             bandwidth = min(bandwidth, network.within_bandwidth)
-        if network.shared_bandwidth is not None:
-            bandwidth = min(bandwidth, network.shared_bandwidth / cluster.machines)
         return bandwidth, network.latency_secs
 
     def _join_secs(self, participants: int) -> float:

@@ -17,7 +17,6 @@ import array
 import dataclasses
 import heapq
 import math
-import random
 from collections.abc import Callable, Sequence
 
 from tfdist.planning.simulation import result
@@ -27,7 +26,6 @@ from tfdist.policies.warmup import Warmup
 
 _ARRIVED, _COMPUTED, _APPLIED, _FAILED, _RETURNED = range(5)
 # Failures without an update in between, per replica, after which no update is expected any more.
-_MOST_FAILURES = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +53,6 @@ class Costs:
     needs_all: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Losses:
-    """Losses of replicas: (time, replica, seconds until it is back or None), and random ones."""
-
-    known: Sequence[tuple[float, int, float | None]] = ()
-    mean_secs_between: float | None = None
-    mean_secs_down: float = 0.0
-    seed: int = 0
-
-
 class EventLoop:
     """One run of the simulator.
 
@@ -76,7 +64,7 @@ class EventLoop:
       steps_per_epoch: updates of an epoch; 0 if there are no epochs.
       ends_epochs: True if an epoch starts as many gradients as it has updates, and the next begins when all are
         applied. Only for policies that make an update of each gradient.
-      losses: losses of replicas.
+      losses: (time, replica, seconds until it is back or None) of each loss of a replica.
 
     Attributes:
       time: simulated time.
@@ -99,7 +87,7 @@ class EventLoop:
         warmup: Warmup | None = None,
         steps_per_epoch: int = 0,
         ends_epochs: bool = False,
-        losses: Losses | None = None,
+        losses: Sequence[tuple[float, int, float | None]] = (),
     ) -> None:
         total = policy.total_num_replicas
         self.time = 0.0
@@ -120,8 +108,7 @@ class EventLoop:
         self._ends_epochs = ends_epochs and steps_per_epoch > 0
         # Gradients of this epoch that were not started yet.
         self._left_in_epoch: float = steps_per_epoch if self._ends_epochs else math.inf
-        self._losses = losses or Losses()
-        self._random = random.Random(f"{self._losses.seed}:failures")
+        self._losses = losses
         # (time, replica, kind, gradient): of events at the same time, that of the lowest replica is first.
         self._events: list[tuple[float, int, int, int]] = []
         self._links = tuple({id(link): link for link in (costs.down, costs.up) if link is not None}.values())
@@ -139,7 +126,6 @@ class EventLoop:
         self._is_updating = False
         self._opened_at = 0.0
         self._lost: set[int] = set()
-        self._failures = 0
         self._taking_part = total
 
     def run(self, num_updates: int) -> None:
@@ -148,7 +134,8 @@ class EventLoop:
         Raises:
           RuntimeError: no replica can start, and no update is due.
         """
-        self._schedule_losses()
+        for index, (time, replica, _) in enumerate(self._losses):
+            heapq.heappush(self._events, (time, replica, _FAILED, index))
         if self._warmup is not None:
             self._limit(self._warmup.opened(True))
         self._open(0.0)
@@ -253,7 +240,6 @@ class EventLoop:
     def _update(self, time: float) -> None:
         policy = self._policy
         while policy.update_due and not self._is_updating and not (self._costs.needs_all and self._lost):
-            self._failures = 0
             taking_part = self._taking_part
             self._record(policy.updated(time), time)
             if self._is_synchronous:
@@ -321,30 +307,10 @@ class EventLoop:
 
     # Losses.
 
-    def _schedule_losses(self) -> None:
-        for index, (time, replica, _) in enumerate(self._losses.known):
-            heapq.heappush(self._events, (time, replica, _FAILED, index))
-        if self._losses.mean_secs_between is not None:
-            for replica in range(len(self._attempts)):
-                self._schedule_random_loss(0.0, replica)
-
-    def _schedule_random_loss(self, time: float, replica: int) -> None:
-        if self._losses.mean_secs_between is not None:
-            secs = self._random.expovariate(1.0 / self._losses.mean_secs_between)
-            heapq.heappush(self._events, (time + secs, replica, _FAILED, -1))
-
     def _lose(self, time: float, replica: int, known: int) -> None:
-        back_after = self._losses.known[known][2] if known >= 0 else self._secs_down()
+        back_after = self._losses[known][2]
         if replica in self._lost:
-            if known < 0:
-                self._schedule_random_loss(time, replica)
             return
-        self._failures += 1
-        if self._failures > _MOST_FAILURES * len(self._attempts):
-            raise RuntimeError(
-                f"workers are lost more often than an update can be made; step {self._policy.step} saw "
-                f"{self._failures - 1} losses. Use a longer mean_secs_between_failures, or more spares"
-            )
         self._lost.add(replica)
         self.losses.append((time, replica, False))
         self._policy.lost(replica, time)
@@ -363,17 +329,11 @@ class EventLoop:
         self._start_idle(time)
         self._update(time)
 
-    def _secs_down(self) -> float:
-        down = self._losses.mean_secs_down
-        return self._random.expovariate(1.0 / down) if down > 0 else 0.0
-
     def _bring_back(self, time: float, replica: int, known: int) -> None:
         self._lost.discard(replica)
         self.losses.append((time, replica, True))
         self._policy.recovered(replica, time)
         self._idle_since[replica] = time
-        if known < 0:
-            self._schedule_random_loss(time, replica)
         self._try_refused()
         self._start_idle(time)
         self._update(time)

@@ -89,8 +89,6 @@ class NetworkModel:
       within_bandwidth: between devices, or processes, of one machine, per device.
       within_latency_secs: of one message within a machine.
       server_bandwidth: of each parameter server's link; that of the other machines by default.
-      shared_bandwidth: of a medium that all traffic between machines crosses, in both directions together; none by
-        default.
       queueing: how transfers share a server's link: "fair", all at once, as TCP connections do; or "fifo", one after
         another. By default fair for synchronous training, whose workers fetch at the same time, and first come, first
         served for asynchronous training, whose workers spread out. (Under "fair", workers with nearly equal computing
@@ -102,11 +100,10 @@ class NetworkModel:
     within_bandwidth: Any = math.inf
     within_latency_secs: Any = 0.0
     server_bandwidth: Any = None
-    shared_bandwidth: Any = None
     queueing: Literal["fair", "fifo"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "within_bandwidth", "server_bandwidth", "shared_bandwidth"):
+        for name in ("bandwidth", "within_bandwidth", "server_bandwidth"):
             if getattr(self, name) is not None:
                 _set(self, name, bytes_per_sec(getattr(self, name), f"NetworkModel({name}=...)"))
         for name in ("latency_secs", "within_latency_secs"):
@@ -146,14 +143,11 @@ class ClusterModel:
       workers_per_machine: how many workers share a machine's link. If one machine has room for all workers, traffic
         between them stays within it.
       servers: number of parameter servers; 0 for strategies without them.
-      server_shares: share of the bytes that each server holds; equal by default.
       compute: distribution of the seconds that a device computes for one step. If the model has step times of its own,
         only the shape of the distribution counts: its mean is scaled to them.
       speeds: relative speed by worker, such as {"worker:3": 0.1}; "*" for all others; 1 by default.
       delays: additional delay of each step by worker, as in `tfdist.testing.Delays`, and with the same draws.
       failures: losses at known times.
-      mean_secs_between_failures: of each worker, exponential; None for no random failures.
-      mean_secs_down: until a lost worker is back, exponential.
       network: bandwidths and latencies.
     """
 
@@ -161,21 +155,18 @@ class ClusterModel:
     devices_per_worker: int = 1
     workers_per_machine: int = 1
     servers: int = 1
-    server_shares: Sequence[float] | None = None
     compute: DelayDistribution | None = None
     speeds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     delays: Mapping[str, DelayDistribution] = dataclasses.field(default_factory=dict)
     failures: Sequence[Failure] = ()
-    mean_secs_between_failures: Any = None
-    mean_secs_down: Any = 0.0
     network: NetworkModel = dataclasses.field(default_factory=NetworkModel)
 
     def __post_init__(self) -> None:
         for name in ("workers", "devices_per_worker", "workers_per_machine"):
             _check_count("ClusterModel", name, getattr(self, name), at_least=1)
         _check_count("ClusterModel", "servers", self.servers, at_least=0)
-        self._check_compute()
-        self._check_shares()
+        if self.compute is not None:
+            _check_distribution("ClusterModel(compute=...)", self.compute)
         for name in ("speeds", "delays"):
             for worker in getattr(self, name):
                 worker_index(worker, self.workers, f"ClusterModel({name}=...)")
@@ -190,29 +181,8 @@ class ClusterModel:
                     f"ClusterModel(failures=...) must be Failures of workers 0 to {self.workers - 1}. "
                     f"Received: {failure!r}"
                 )
-        if self.mean_secs_between_failures is not None:
-            between = secs(self.mean_secs_between_failures, "ClusterModel(mean_secs_between_failures=...)")
-            if between == 0:
-                raise ValueError("ClusterModel(mean_secs_between_failures=...) must be greater than 0. Received: 0")
-            _set(self, "mean_secs_between_failures", between)
-        _set(self, "mean_secs_down", secs(self.mean_secs_down, "ClusterModel(mean_secs_down=...)"))
         if not isinstance(self.network, NetworkModel):
             raise ValueError(f"ClusterModel(network=...) must be a NetworkModel. Received: {self.network!r}")
-
-    def _check_compute(self) -> None:
-        if self.compute is not None:
-            _check_distribution("ClusterModel(compute=...)", self.compute)
-
-    def _check_shares(self) -> None:
-        shares = self.server_shares
-        if shares is None:
-            return
-        valid = all(_checks.is_number(share, is_finite=False) and share >= 0 for share in shares)
-        if len(shares) != self.servers or not valid or not math.isclose(sum(shares), 1.0, rel_tol=1e-6):
-            raise ValueError(
-                f"ClusterModel(server_shares=...) must be one share for each of the {self.servers} servers, with a sum "
-                f"of 1. Received: {list(shares)!r}"
-            )
 
     @property
     def machines(self) -> int:
@@ -223,11 +193,6 @@ class ClusterModel:
     def is_one_machine(self) -> bool:
         """True if several workers share the only machine, so that all traffic stays within it."""
         return self.machines == 1 and self.workers_per_machine > 1
-
-    @property
-    def largest_share(self) -> float:
-        """Largest share of the bytes that a parameter server holds."""
-        return max(self.server_shares) if self.server_shares else 1.0 / max(1, self.servers)
 
     def speed(self, worker: int) -> float:
         """Returns the relative speed of a worker."""

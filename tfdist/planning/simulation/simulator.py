@@ -11,7 +11,7 @@ from tfdist import _checks
 from tfdist.planning.simulation import engines, result
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
 from tfdist.planning.simulation.engines import EngineModel
-from tfdist.planning.simulation.event_loop import Costs, EventLoop, Losses
+from tfdist.planning.simulation.event_loop import Costs, EventLoop
 from tfdist.planning.simulation.links import Link
 from tfdist.planning.simulation.models import EVERY_WORKER, ClusterModel, CodecModel, ModelProfile
 from tfdist.planning.simulation.result import LinkUse, Result, Simulation, limit_in_words
@@ -79,7 +79,7 @@ def simulate(
         warmup=composed.warmup,
         steps_per_epoch=steps_per_epoch,
         ends_epochs=engine.is_parameter_server and composed.aggregation is None,
-        losses=_losses(cluster, seed),
+        losses=[(each.secs, each.worker, each.back_after_secs) for each in cluster.failures],
     )
     loop.run(num_updates)
     return _result(loop, engine, costs, cluster, model, times, given)
@@ -206,11 +206,6 @@ class ComputingTimes:
 
 def _delay(cluster: ClusterModel, replica: int) -> DelayDistribution | None:
     return cluster.delays.get(f"worker:{replica}", cluster.delays.get(EVERY_WORKER))
-
-
-def _losses(cluster: ClusterModel, seed: int) -> Losses:
-    known = [(failure.secs, failure.worker, failure.back_after_secs) for failure in cluster.failures]
-    return Losses(known, cluster.mean_secs_between_failures, cluster.mean_secs_down, seed)
 
 
 def _check(cluster: ClusterModel, model: ModelProfile, strategy: str, num_updates: int, steps_per_epoch: int) -> None:
