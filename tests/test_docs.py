@@ -98,6 +98,9 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "Embedding, recurrent layers, Dropout": (*_EMBEDDING, "LSTM", "test_normalization_dropout_and_embedding"),
         "`devices_per_replica`": ("test_each_part_computes_on_its_device",),
         "`distribute_datasets_from_function`": ("test_the_user_may_give_each_worker_its_own_data",),
+        "operations of other packages (tensorflow-text)": (
+            "test_servers_load_operations_before_and_after_their_start",
+        ),
         "`ClusterCoordinator.schedule` and `join`": ("test_a_loop_with_the_coordinator",),
     },
     "docs/strategies.md": {
