@@ -85,20 +85,15 @@ def test_tasks_that_do_not_come_up_are_named(
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("missing", ["ps", "worker", "chief"])
-def test_a_cluster_without_one_of_its_jobs(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    jobs = {"chief": {0: "127.0.0.1:2"}, "worker": {0: "127.0.0.1:3"}, "ps": {0: "127.0.0.1:1"}}
-    del jobs[missing]
-    monkeypatch.setenv("TF_CONFIG", Cluster(jobs, Task(next(iter(jobs)), 0)).to_tf_config())
-    with pytest.raises(tfdist.cluster.ClusterError, match=missing):
-        tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
-
-
-@pytest.mark.devices
-def test_an_evaluator_is_no_second_chief(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = {"chief": {0: "127.0.0.1:2"}, "worker": {0: "127.0.0.1:3"}, "ps": {0: "127.0.0.1:1"}}
-    monkeypatch.setenv("TF_CONFIG", Cluster(jobs, Task("evaluator", 0)).to_tf_config())
-    with pytest.raises(tfdist.cluster.ClusterError, match="evaluator"):
+@pytest.mark.parametrize(
+    ("task", "missing"), [("chief", "ps"), ("chief", "worker"), ("worker", "chief"), ("evaluator", None)]
+)
+def test_a_cluster_without_a_job_or_a_chief_is_refused(
+    monkeypatch: pytest.MonkeyPatch, task: str, missing: str | None
+) -> None:
+    jobs = {job: {0: f"127.0.0.1:{port}"} for port, job in enumerate(("ps", "chief", "worker"), 1) if job != missing}
+    monkeypatch.setenv("TF_CONFIG", Cluster(jobs, Task(task, 0)).to_tf_config())
+    with pytest.raises(tfdist.cluster.ClusterError, match=missing or task):
         tfdist.ParameterServerStrategy(start_timeout_secs=0.2)
 
 
