@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compat.tensorflow import context, inputs
-from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of, rebuild
+from tfdist.compat.tensorflow import context
+from tfdist.passes.dataset_graph import DatasetGraph, rebuild
 
 pytestmark = pytest.mark.devices
 
@@ -301,35 +301,3 @@ def test_shuffle_with_a_seed_keeps_its_order_beside_a_drawn_seed() -> None:
     assert [numbers(tf.data.Dataset.range(20).shuffle(20)), numbers(tf.data.Dataset.range(20).shuffle(20))] == unseeded
     tf.random.set_seed(5)
     assert numbers(tf.data.Dataset.range(20).shuffle(20, seed=3)) != order
-
-
-def _shares(rank: Any) -> Callable[[Any, Any], Any]:
-    return lambda index, _: index % 2 == rank
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "is_same"),
-    [
-        pytest.param(_shares(0), _shares(0), True, id="same"),
-        pytest.param(_shares(0), _shares(1), False, id="rank"),
-        pytest.param(_shares(tf.constant(0, tf.int64)), _shares(tf.constant(1, tf.int64)), False, id="captured rank"),
-        pytest.param(
-            lambda i, _: tf.random.uniform([]) < 0.5, lambda i, _: tf.random.uniform([]) < 0.4, True, id="random"
-        ),
-        pytest.param(
-            lambda i, _: tf.strings.length("/a/b") == 4, lambda i, _: tf.strings.length("/c") == 4, True, id="directory"
-        ),
-        pytest.param(
-            lambda i, _: tf.numpy_function(lambda: True, [], tf.bool),
-            lambda i, _: tf.numpy_function(lambda: True, [], tf.bool),
-            True,
-            id="python",
-        ),
-    ],
-)
-def test_fingerprint_of_a_function_shows_shares_by_worker(one: Any, other: Any, is_same: bool):
-    found = []
-    for predicate in (one, other):
-        filtered = tf.data.Dataset.range(8).enumerate().filter(predicate)
-        found.append([fingerprint_of(function) for function in inputs.functions_of_dataset(filtered)])
-    assert (found[0] == found[1]) is is_same

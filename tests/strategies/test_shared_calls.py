@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 from tfdist.compat.keras import calls
-from tfdist.compat.tensorflow import inputs
 from tfdist.strategies import _shared_calls, _shared_datasets
 
 EARLY = keras.callbacks.EarlyStopping()
@@ -27,11 +26,7 @@ class Fake:
     def gather(self, value: Any, what: str) -> dict[str, Any]:
         own, data = value
         other = self._other
-        traits = own and [
-            _shared_calls._traits(other),
-            _shared_calls._callbacks(other),
-            _shared_calls._values(_shared_calls._variables(other)),
-        ]
+        traits = own and [_shared_calls._traits(other), _shared_calls._values(_shared_calls._variables(other))]
         return {"worker:0": [own, data], "worker:1": [traits, data]}
 
 
@@ -126,61 +121,130 @@ class Worker:
         self._store[self.task] = value
         return {task: self._store.get(task, value) for task in self.tasks}
 
-    def publish(self, key: str, value: str) -> None:
-        self._store[key] = value
+    def publish(self, key: str, value: str) -> bool:
+        return self._store.setdefault(key, value) is value
 
     def receive(self, key: str, timeout_secs: float) -> str | None:
         return self._store.get(key)
 
 
 def compare_data(*datasets: tf.data.Dataset, is_for_predict: bool = False) -> set[_shared_datasets.Division]:
+    """Divides the data sets of two workers, and reads those that both have, one after the other."""
     store: dict[str, Any] = {}
-    found = set()
-    for index, dataset in enumerate(datasets):
-        agreement: Any = Worker(index, store)
-        found.add(_shared_datasets.compare(dataset, agreement, is_for_predict, is_apart=False))
+    found, agreements = set(), [Worker(index, store) for index in range(len(datasets))]
+    for dataset, agreement in zip(datasets, agreements, strict=True):
+        found.add(_shared_datasets.compare(dataset, agreement, is_for_predict, is_apart=False))  # pyright: ignore
+    for dataset, agreement in (
+        zip(datasets, agreements, strict=True) if found == {_shared_datasets.Division.DEALT} else ()
+    ):
+        same = _shared_datasets.SameBatches(agreement)  # pyright: ignore[reportArgumentType]
+        same.watched(dataset, is_for_predict).reduce(0, lambda count, *_: count + 1)
     return found
 
 
-def test_map_on_one_worker_alone_is_a_warning():
+def test_structures_and_lengths_that_differ_are_refused():
     rows = tf.data.Dataset.from_tensor_slices((np.zeros((8, 2)), np.zeros(8))).batch(4)
+    # Python that leaves the examples as they are may be on one worker alone.
     slow = rows.map(lambda x, y: tf.numpy_function(lambda *given: given, [x, y], [x.dtype, y.dtype]))
-    slow = slow.map(lambda x, y: (tf.ensure_shape(x, [None, 2]), y))
-    with pytest.warns(RuntimeWarning, match="functions of map differ between the workers"):
-        compare_data(rows, slow)
-    with pytest.raises(ValueError, match=r"^predict: .*order of the input.* other functions of map on worker:1"):
-        compare_data(rows, slow, is_for_predict=True)
+    compare_data(rows, slow.map(lambda x, y: (tf.ensure_shape(x, [None, 2]), y)))
     with pytest.raises(ValueError, match=r"same structure, dtypes and shapes; .* worker:1: .*float32"):
         compare_data(rows, rows.map(lambda x, y: (tf.cast(x, tf.float32), y)))
+    with pytest.raises(ValueError, match=r"remove x\[rank::n\].* Received: 2 batches on worker:0, 1 batches on worker"):
+        compare_data(rows, rows.shard(2, 0))
+    with pytest.raises(ValueError, match=r"equally many examples.* Received: 2 batches on worker:0, endless batches"):
+        compare_data(rows, rows.repeat())
 
 
+NUMBERS = np.random.default_rng(1).normal(size=(48, 3)).astype(np.float32)
+LABELS, ONES = np.arange(48), np.ones(48)
+
+
+def of_arrays(*arrays: np.ndarray) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0])
+
+
+def every_second(rank: int) -> tf.data.Dataset:
+    numbered = of_arrays(NUMBERS).enumerate().filter(lambda index, row: index % 2 == rank)
+    return numbered.map(lambda index, row: row)
+
+
+def shuffled(seed: int) -> tf.data.Dataset:
+    # One data set is read by two workers here.
+    return of_arrays(LABELS).shuffle(48, seed=seed, reshuffle_each_iteration=False)
+
+
+def late(first: int) -> tf.data.Dataset:
+    return tf.data.Dataset.range(100).map(lambda number: number if number < 97 else number + first)
+
+
+def generated(*arrays: np.ndarray) -> tf.data.Dataset:
+    def rows() -> Any:
+        yield from (tuple(row) if len(row) > 1 else row[0] for row in zip(*arrays, strict=True))
+
+    return tf.data.Dataset.from_generator(rows, output_signature=of_arrays(*arrays).element_spec)
+
+
+def drawn(array: np.ndarray, seed: int) -> tf.data.Dataset:
+    draw = lambda x, y: (x + tf.random.uniform([3], seed=seed), y)  # noqa: E731
+    return of_arrays(array, LABELS).map(draw)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(of_arrays(NUMBERS[::2], LABELS[::2]), of_arrays(NUMBERS[1::2], LABELS[1::2]), id="share"),
+        pytest.param(of_arrays(NUMBERS[::2], ONES[::2]), of_arrays(NUMBERS[1::2], ONES[::2]), id="one label"),
+        pytest.param(of_arrays(NUMBERS).shard(2, 0), of_arrays(NUMBERS).shard(2, 1), id="shard"),
+        pytest.param(shuffled(1), shuffled(2), id="order"),
+        pytest.param(every_second(0), every_second(1), id="filter"),
+        pytest.param(late(0), late(5), id="late"),
+        pytest.param(of_arrays(LABELS + 10**9), of_arrays(LABELS + 1 + 10**9), id="large integers"),
+        pytest.param(of_arrays(np.array(["a", "b"])), of_arrays(np.array(["a", "c"])), id="words"),
+    ],
+)
 @pytest.mark.parametrize("is_for_predict", [False, True])
-def test_filters_that_differ_between_workers_are_refused(is_for_predict: bool):
-    def share(rank: int) -> tf.data.Dataset:
-        numbered = tf.data.Dataset.range(20).batch(4).unbatch().enumerate()
-        return numbered.filter(lambda index, number: index % 2 == rank).map(lambda index, number: number).batch(4)
-
-    compare_data(share(0), share(0), is_for_predict=is_for_predict)
-    with pytest.raises(
-        ValueError, match=r"^dataset: the functions of filter differ .*AutoShardPolicy.OFF.* on worker:1"
-    ):
-        compare_data(share(0), share(1), is_for_predict=is_for_predict)
+def test_different_examples_are_refused(one: tf.data.Dataset, other: tf.data.Dataset, is_for_predict: bool):
+    compare_data(one.batch(8), one.batch(8), is_for_predict=is_for_predict)
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        compare_data(one.batch(8), other.batch(8), is_for_predict=is_for_predict)
+    found = str(_shared_datasets.explain(raised.value))
+    assert found.startswith("dataset: every worker must be given the same data set") and "x[rank::n]" in found
+    assert found.splitlines()[0].endswith(" on worker:1 than on worker:0") and len(found.splitlines()) == 1
 
 
-def test_generators_that_differ_between_workers_are_said(capfd: pytest.CaptureFixture[str]):
-    inputs.note_generators()
+@pytest.mark.parametrize(
+    ("one", "other", "is_said"),
+    [
+        pytest.param(of_arrays(NUMBERS, LABELS), of_arrays(NUMBERS * (1 + 1e-7), LABELS), False, id="rounding"),
+        pytest.param(of_arrays(NUMBERS, LABELS), of_arrays(NUMBERS * 1.1, LABELS), True, id="another map"),
+        pytest.param(generated(NUMBERS), generated(NUMBERS), False, id="same generators"),
+        pytest.param(generated(NUMBERS), generated(NUMBERS + 1), True, id="other generators"),
+        pytest.param(generated(NUMBERS, ONES), generated(NUMBERS + 1, ONES), True, id="generators of one label"),
+        pytest.param(drawn(NUMBERS, 1), drawn(NUMBERS, 2), False, id="drawn"),
+        pytest.param(of_arrays(np.array(["/a/x"])), of_arrays(np.array(["/b/x"])), False, id="directories"),
+    ],
+)
+def test_examples_that_may_differ_are_at_most_said(
+    one: tf.data.Dataset, other: tf.data.Dataset, is_said: bool, capfd: pytest.CaptureFixture[str]
+):
+    compare_data(one.batch(8), other.batch(8))
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "another batch 0 on worker:1 than on worker:0" in line] == lines[: int(is_said)]
+    assert bool(lines) is is_said
 
-    def generated(first: int) -> tf.data.Dataset:
-        numbers = range(first, first + 20)
-        return tf.data.Dataset.from_generator(lambda: numbers, output_signature=tf.TensorSpec([], tf.int64)).batch(4)
 
-    for second, is_said in ((0, False), (1, True)):
-        datasets = generated(0), generated(second)
-        compare_data(*datasets)
-        for dataset in datasets:
-            assert len(list(dataset)) == 5
-        text = capfd.readouterr().err
-        assert ("generators, or PyDatasets, of worker:1 and worker:0 return different examples" in text) is is_said
+def test_predictions_of_different_generators_are_refused():
+    with pytest.raises(tf.errors.InvalidArgumentError, match="every worker must be given the same data set"):
+        compare_data(generated(NUMBERS).batch(8), generated(NUMBERS + 1).batch(8), is_for_predict=True)
+
+
+def test_watched_batches_keep_specs_and_length():
+    ragged = tf.data.Dataset.from_tensor_slices({"x": tf.ragged.constant([[1], [2, 3], [4]]), "y": [True, False, True]})
+    for dataset in (ragged.batch(2), ragged.batch(2, drop_remainder=True), of_arrays(NUMBERS, LABELS).batch(8)):
+        same = _shared_datasets.SameBatches(Worker(0, {}))  # pyright: ignore[reportArgumentType]
+        watched = same.watched(dataset, is_for_predict=False)
+        assert watched.element_spec == dataset.element_spec and len(watched) == len(dataset)
+        assert str(list(watched)) == str(list(dataset))
 
 
 def test_job_of_the_data_service_hands_out_whole_batches():

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 # Operations that call back into the Python of the process that made them, or use a variable of it.
@@ -34,8 +32,6 @@ _HANDLES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
 # element, and that pass elements on as they are.
 _BATCHING = ("BatchDataset", "PaddedBatchDataset", "ParallelBatchDataset")
 _NEEDLESS = ("Shuffle", "Cache", "Prefetch")
-# Numbers of each captured tensor that make part of a function's fingerprint.
-_CAPTURED = 4
 _PASSING = (*_NEEDLESS, "Repeat", "Take", "Skip", "Options", "AssertCardinality", "Shard")
 
 
@@ -163,30 +159,6 @@ def _bodies_of(graph: Any) -> Iterable[Any]:
     yield graph.node
     for function in graph.library.function:
         yield function.node_def
-
-
-def fingerprint_of(function: Any) -> str:
-    """Returns text that differs where the operations and constants of a concrete function differ; see `fingerprint`.
-
-    Names of files don't count, as their directories may differ. "" for a function that draws at random.
-    """
-    graph = function.graph.as_graph_def()
-    for node in itertools.chain.from_iterable(_bodies_of(graph)):
-        if "Random" in node.op:
-            return ""
-        if node.op == "Const" and node.attr["value"].tensor.dtype == tf.string.as_datatype_enum:
-            node.attr["value"].tensor.Clear()
-    captured = [
-        value for value in function.captured_inputs if hasattr(value, "numpy") and value.dtype.is_numpy_compatible
-    ]
-    numbers = [np.ravel(value.numpy())[:_CAPTURED].tolist() for value in captured if value.dtype != tf.string]
-    return _fingerprint(graph) + (f" {numbers}" if numbers else "")
-
-
-def seeds_of(function: Any, operations: str) -> list[str]:
-    """Returns the two seeds, as one text, of each operation of a concrete function whose name begins like this."""
-    nodes = itertools.chain.from_iterable(_bodies_of(function.graph.as_graph_def()))
-    return [f"{node.attr['seed'].i}/{node.attr['seed2'].i}" for node in nodes if node.op.startswith(operations)]
 
 
 def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:

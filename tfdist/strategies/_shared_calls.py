@@ -56,7 +56,7 @@ def gather_and_compare(agreement: Agreement, value: Any, what: str, is_apart: bo
     call = calls.current()
     own = None
     if call is not None and not call.is_compared and call.kind in ("fit", "evaluate", "predict"):
-        own = [_traits(call), _callbacks(call), [] if is_apart else _values(_variables(call))]
+        own = [_traits(call), [] if is_apart else _values(_variables(call))]
     found = agreement.gather([own, value], what)
     if call is not None and all(traits is not None for traits, _ in found.values()):
         call.is_compared = True
@@ -74,11 +74,9 @@ def _traits(call: calls.Call) -> dict[str, str]:
     found["optimizer"] = " and ".join(type(each).__name__ for each in optimizers_of(model)) or "none"
     found["metrics"] = ", ".join(models.names_of_given_metrics(model)) or "none"
     found["steps_per_execution"] = str(model.steps_per_execution)
+    names = sorted(type(callback).__name__ for callback in call.each_callback if isinstance(callback, _CALLBACKS))
+    found["callbacks that change training"] = " and ".join(names) or "none"
     return found
-
-
-def _callbacks(call: calls.Call) -> list[str]:
-    return sorted(type(callback).__name__ for callback in call.each_callback if isinstance(callback, _CALLBACKS))
 
 
 def _variables(call: calls.Call) -> list[Any]:
@@ -135,14 +133,7 @@ def _check(call: calls.Call, found: Mapping[str, Any]) -> None:
                 f"{call.name}: every worker must make the same call of the same model, as each takes part in every "
                 f"step; {_REMEDY}. Received: {received}"
             )
-    names = {task: each[1] for task, each in found.items()}
-    if len(set(map(tuple, names.values()))) > 1:
-        received = ", ".join(f"{' and '.join(each) or 'none of them'} on {task}" for task, each in names.items())
-        raise ValueError(
-            f"{call.name}: callbacks that stop training, or change its learning rate or weights, must be given on "
-            f"every worker; {_REMEDY}. Received: {received}"
-        )
-    _check_values(call, _variables(call), {task: each[2] for task, each in found.items()})
+    _check_values(call, _variables(call), {task: each[1] for task, each in found.items()})
 
 
 def _check_values(call: calls.Call, variables: Sequence[Any], values: Mapping[str, Any]) -> None:

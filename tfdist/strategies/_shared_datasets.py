@@ -1,65 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets whose batches the workers of a MultiWorkerMirroredStrategy divide among themselves."""
+"""Data sets whose batches the workers of a MultiWorkerMirroredStrategy divide among themselves, and their comparison.
+
+All workers must read the same batches in the same order, of which each takes its part. When a data set is distributed,
+its structure and length are compared in the exchange that begins each call. The content is compared as it is read
+(`SameBatches`), whatever it was made by: arrays, files, functions, seeds of shuffles, Python.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
-import hashlib
-import itertools
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
-from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import inputs
 from tfdist.engines.agreement import Agreement
-from tfdist.passes.dataset_graph import DatasetGraph, fingerprint_of, rebuild, seeds_of
+from tfdist.passes.dataset_graph import DatasetGraph, rebuild
 from tfdist.passes.handle import DistributedDataset
 from tfdist.strategies import _common, _shared_calls
 
 _POLICY = tf.data.experimental.AutoShardPolicy
-# So many rows of an array tell it from another one's share.
-_ROWS = 16
-# Policies by which the workers deal out the batches.
-_DEALT = (_POLICY.AUTO, _POLICY.DATA)
+# Sums of a component of a batch that are compared, the passes in which they are, and the relative difference that
+# rounding on other processors can make.
+_SUMS, _PASSES, _TOLERANCE = 16, 3, 1e-5
+# Wait for others that read the very first batch later, and for an answer about one.
+_WAIT_SECS, _LOOK_SECS = 5.0, 0.001
+# Operations that draw at random; those that choose and order examples draw the same on all workers.
+_DRAWING = re.compile(r"Random(?!Shuffle|Dataset|SeedGenerator)|Multinomial")
+_PYTHON = re.compile(r"PyFunc|GeneratorDataset")
 
 _UNORDERED = (
     "each worker has other examples, so predictions would not be in the order of the input; give all workers the same "
     "data set, without shard and without the option"
 )
-
 _SAME = (
     "dataset: every worker must be given the same data set, of which it takes its share: {remedy}, seed what is drawn "
     "at random, or shard it yourself with AutoShardPolicy.OFF. Received: {received}"
 )
 _UNSHARDED, _EQUALLY_MANY = "remove x[rank::n] or dataset.shard(...)", "read equally many examples on all workers"
-
-_OTHER_FUNCTIONS = (
-    "dataset: the functions of {names} differ between the workers. Of each batch of its own data each worker "
-    "uses its part, so of examples that only one worker has, some are never used: give all workers the same data set, "
-    "or shard it yourself with AutoShardPolicy.OFF"
+_DIFFERENT = f"{_UNSHARDED}, give shuffle the same seed on all"
+_MAY_DIFFER = (
+    "dataset: {received}. Of each batch of its own data each worker uses its part, so of examples that only one worker "
+    "has, some are never used: give all workers the same data set, or each its own with "
+    "strategy.distribute_datasets_from_function. Examples that are drawn at random may differ"
 )
-_MAY_DIFFER = "Functions that leave the examples as they are may differ"
-_OTHER_ORDERS = (
-    "the workers shuffle in different orders: an epoch would have some examples twice and others never; give all "
-    "of them the same seed in keras.utils.set_random_seed, or tf.random.set_seed, and in dataset.shuffle(..., seed=...)"
+_OTHER_FILES = (
+    "dataset: with AutoShardPolicy.{policy} every worker must be given the same data set, of which TensorFlow gives it "
+    "its share. Those of the workers differ, if only in paths of files: some examples may be used twice or never"
 )
-_OTHER_EXAMPLES = (
-    "dataset: the Python generators, or PyDatasets, of {own} and {others} return different examples. Of each batch of "
-    "its own each worker uses its part, and the rest is never used: return the same examples on all workers, or give "
-    "each its own with strategy.distribute_datasets_from_function. Examples that are drawn at random may differ"
-)
-_OTHER_PREDICTIONS = (
-    "predict: the Python generators, or PyDatasets, of the workers return different examples, so the predictions are "
-    "not those of the input: return the same examples on all workers"
-)
-_RECEIVE_SECS = 0.05
 
 
 class Division(enum.Enum):
@@ -75,51 +71,6 @@ class Division(enum.Enum):
     OWN = enum.auto()
     HANDED_OUT = enum.auto()
     TENSORFLOW = enum.auto()
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """Traits of a worker's data set, which are exchanged as JSON.
-
-    Attributes:
-      kind: its auto-shard policy, or the jobs of the tf.data service that it reads.
-      structure: of its elements, with their dtypes.
-      shapes: of the tensors of an element, with None for one that is not known.
-      lengths: numbers of batches, and of rows of what it reads, by name.
-      checksums: of examples, and of names of files.
-      functions: for each function of `map` and `filter`, whether it filters, and its fingerprint.
-      orders: seeds by which it shuffles, or chooses elements.
-      num_generators: number of Python generators that it reads.
-      files: paths that it writes.
-      fingerprint: see `DatasetGraph.fingerprint`; only with AutoShardPolicy.OFF.
-      unknown: why the fingerprint says nothing of the examples; empty if it does.
-    """
-
-    kind: str
-    structure: str
-    shapes: list[list[int | None] | None]
-    lengths: dict[str, list[int]]
-    checksums: list[str]
-    functions: list[list[Any]]
-    orders: list[str]
-    num_generators: int
-    files: list[str]
-    fingerprint: str = ""
-    unknown: str = ""
-
-    @classmethod
-    def of(cls, dataset: tf.data.Dataset, kind: str, is_off: bool) -> Described:
-        """Returns the traits of a data set; what it does is compared by its fingerprint if AutoShardPolicy is OFF."""
-        return cls(
-            kind,
-            *_spec(dataset.element_spec),
-            *_lengths_and_checksums(dataset),
-            [] if is_off else _functions(dataset),
-            _orders(dataset),
-            len(inputs.generated_of(dataset)),
-            inputs.files_written(dataset),
-            *(_content(dataset) if is_off else ()),
-        )
 
 
 def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predict: bool, is_apart: bool) -> Division:
@@ -146,15 +97,28 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
     kind = f"AutoShardPolicy.{policy.name}"
     if is_handed_out:
         kind = f"job_name={', '.join(map(repr, inputs.service_jobs(dataset)))} of the tf.data service"
-    own = dataclasses.asdict(Described.of(dataset, kind, policy == _POLICY.OFF))
+    is_compared = policy in (_POLICY.OFF, _POLICY.FILE, _POLICY.HINT)
+    own = {
+        "kind": kind,
+        "files written": inputs.files_written(dataset),
+        "spec": _spec(dataset.element_spec),
+        "batches": int(dataset.cardinality()),
+        # Text that differs where the data sets do, and why it says nothing of the examples.
+        "fingerprint": _fingerprint(dataset) if is_compared else ["", ""],
+    }
     found = _shared_calls.gather_and_compare(agreement, own, "comparing the data sets", is_apart)
-    described = {task: Described(**traits) for task, traits in found.items()}
-    _check_same({task: [each.kind] for task, each in described.items()})
-    _common.check_files({task: each.files for task, each in described.items()})
+
+    def of_all(name: str) -> dict[Any, Any]:
+        return {task: traits[name] for task, traits in found.items()}
+
+    if len({*of_all("kind").values()}) > 1:
+        received = ", ".join(f"{task}: {each}" for task, each in of_all("kind").items())
+        raise ValueError(_SAME.format(remedy=_UNSHARDED, received=received))
+    _common.check_files(of_all("files written"))
     division = Division.DEALT
     if is_handed_out:
         division = Division.HANDED_OUT
-    elif policy == _POLICY.OFF and _are_own(described):
+    elif policy == _POLICY.OFF and _are_own([*of_all("fingerprint").values()]):
         division = Division.OWN
     elif policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict):
         # Files have no order, so predictions need all of them on each worker.
@@ -163,24 +127,142 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
         raise ValueError(f"predict: {_UNORDERED}. Received: {kind}")
     if division in (Division.OWN, Division.HANDED_OUT):
         return division
-    _check_specs(described)
-    _check_lengths({task: each.lengths for task, each in described.items()})
-    _check_same({task: each.checksums for task, each in described.items()})
-    if policy != _POLICY.HINT:
-        _check_functions({task: each.functions for task, each in described.items()}, is_for_predict)
-        generated = inputs.generated_of(dataset)
-        if not is_for_predict:
-            _say_generated_differ(generated, agreement)
-        elif any(each.num_generators for each in described.values()):
-            _compare_generated_after(generated, agreement)
+    _check_specs(of_all("spec"))
+    _check_lengths(of_all("batches"))
     if division is Division.TENSORFLOW:
+        if len({first for first, _ in of_all("fingerprint").values()}) > 1:
+            _log.say(_OTHER_FILES.format(policy=policy.name))
         if policy == _POLICY.FILE:
-            _check_files(dataset, len(described))
-        return division
-    if len({tuple(each.orders) for each in described.values()}) > 1:
-        shown = ", ".join(f"{' and '.join(each.orders) or 'no shuffle'} on {task}" for task, each in described.items())
-        raise ValueError(f"dataset: {_OTHER_ORDERS}. Received: global and own seeds {shown}")
+            _check_files(dataset, len(found))
     return division
+
+
+class SameBatches:
+    """Compares the batches that the workers read, while they read them; see `watched`.
+
+    Args:
+      agreement: with the other workers.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement, self._own = agreement, str(agreement.task)
+        self._lock = threading.Lock()
+        # The number of exchanges of the workers, and that of the data sets since the last one.
+        self._place = -1, 0
+
+    def watched(self, dataset: tf.data.Dataset, is_for_predict: bool) -> tf.data.Dataset:
+        """Returns a data set with the same elements, of which some are compared with those of the other workers.
+
+        Compared are the batches 0, 1, 2, 4, 8 ... and the last one of the first passes, by sums of each component. All
+        workers read a batch before they make a step, so the last one to read it finds a difference before the step.
+        With the very first batch the others wait a little for it, and all of them raise.
+
+        Args:
+          dataset: its elements are global batches.
+          is_for_predict: predictions must be those of the input.
+
+        Raises:
+          ValueError: while it is read, wrapped by TensorFlow (`explain`): batches differ in all components. In data
+            that are drawn at random, or by Python, it is a line. So it is where a component is the same that is not
+            constant: then the functions of `map` differ.
+        """
+        count, number = self._place
+        self._place = self._agreement.count, number + 1 if count == self._agreement.count else 0
+        place = f"data/{'/'.join(map(str, self._place))}"
+        last, passes, is_said = int(dataset.cardinality()) - 1, 0, False
+
+        def compare(of_pass: int, index: int, sums: np.ndarray) -> np.int64:
+            nonlocal passes, is_said
+            if index == 0:
+                with self._lock:
+                    of_pass = passes = passes + 1
+            if of_pass <= _PASSES:
+                wait_secs = _WAIT_SECS if of_pass == 1 and index == 0 else 0.0
+                difference = self._difference(f"{place}/{of_pass}/{index}", sums, wait_secs)
+                if difference:
+                    other, is_partial = difference
+                    received = f"another batch {index} on {self._own} than on {other}"
+                    draws, in_python = _operations(dataset)
+                    if not is_partial and not draws and (is_for_predict or not in_python):
+                        raise ValueError(_SAME.format(remedy=_DIFFERENT, received=received))
+                    if not is_said and not (draws and is_partial):
+                        is_said = True
+                        _log.say(_MAY_DIFFER.format(received=received))
+            return np.int64(of_pass)
+
+        def look(state: Any, batch: Any) -> Any:
+            of_pass, index = state
+            is_due = (tf.bitwise.bitwise_and(index, index - 1) == 0) | (index == last)
+            of_pass = tf.cond(
+                is_due,
+                lambda: tf.ensure_shape(tf.numpy_function(compare, [of_pass, index, _sums(batch)], tf.int64), []),
+                lambda: of_pass,
+            )
+            return (of_pass, index + 1), batch
+
+        zero = tf.constant(0, tf.int64)
+        return dataset.scan((zero, zero), tf.autograph.experimental.do_not_convert(look))
+
+    def _difference(self, key: str, sums: np.ndarray, wait_secs: float) -> tuple[str, bool] | None:
+        """Returns a worker whose batch differs, and if it is partly the same; None if no worker has read another one.
+
+        Workers that have not read the batch within `wait_secs` compare it later themselves.
+        """
+        self._agreement.publish(f"{key}/{self._own}", json.dumps(sums.tolist()))
+        until = time.monotonic() + wait_secs
+        with contextlib.suppress(ConnectionError):  # A step says so.
+            for task in self._agreement.tasks:
+                text = self._agreement.receive(f"{key}/{task}", max(_LOOK_SECS, until - time.monotonic()))
+                same = are_same(sums, np.asarray(json.loads(text))) if text else np.array([True])
+                if not all(same):
+                    return str(task), any(_varies(each) for each in sums[same])
+        return None
+
+
+def _sums(batch: Any) -> tf.Tensor:
+    """Returns numbers of each component: its tolerance, size, sum of absolute values, and the sums of its 16 parts."""
+    found = [tf.zeros([3 + _SUMS], tf.float64)]
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if not isinstance(leaf, tf.Tensor) or leaf.dtype in (tf.resource, tf.variant):
+            continue
+        tolerance = _TOLERANCE if leaf.dtype.is_floating or leaf.dtype.is_complex else 0.0
+        if leaf.dtype == tf.string:
+            # Directories of files may differ.
+            leaf = tf.strings.to_hash_bucket_fast(tf.strings.regex_replace(leaf, ".*/", ""), 2**30)
+        leaf = tf.math.real(leaf) if leaf.dtype.is_complex else leaf
+        numbers = tf.cast(tf.reshape(leaf, [-1]), tf.float64)
+        numbers = tf.where(tf.math.is_finite(numbers), numbers, tf.zeros_like(numbers))
+        parts = tf.reshape(tf.pad(numbers, [[0, -tf.size(numbers) % _SUMS]]), [_SUMS, -1])
+        size, total = tf.cast(tf.size(numbers), tf.float64), tf.reduce_sum(tf.abs(numbers))
+        found.append(tf.concat([[tolerance, size, total], tf.reduce_sum(parts, 1)], 0))
+    return tf.stack(found[1:] or found)
+
+
+def are_same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns, for each component of two batches, if its sums are the same up to rounding; see `_sums`."""
+    if one.shape != other.shape:
+        return np.zeros(len(one), bool)
+    most = one[:, 0] * np.maximum(one[:, 2], other[:, 2]) / _SUMS
+    return (one[:, 1] == other[:, 1]) & (np.abs(one[:, 3:] - other[:, 3:]).max(1) <= most)
+
+
+def _varies(sums: np.ndarray) -> bool:
+    """Returns True if the parts of a component differ: a constant one says nothing of the examples."""
+    size = int(sums[1])
+    full = sums[3 : 3 + size // max(1, -(-size // _SUMS))]
+    return bool(len(full) and np.ptp(full) > sums[0] * sums[2])
+
+
+def _operations(dataset: tf.data.Dataset) -> tuple[bool, bool]:
+    """Returns if functions of a data set and its sources draw at random, and if they call Python."""
+    names = " ".join(inputs.operations_of(dataset))
+    return _DRAWING.search(names) is not None, _PYTHON.search(names) is not None
+
+
+def explain(error: tf.errors.InvalidArgumentError) -> ValueError | None:
+    """Returns an error of one line if TensorFlow's is about batches that differ between workers, else None."""
+    found = re.search(rf"ValueError: ({_SAME[:50]}.*)", str(error))
+    return ValueError(found[1]) if found else None
 
 
 @contextlib.contextmanager
@@ -225,26 +307,26 @@ def _check_files(dataset: tf.data.Dataset, num_workers: int) -> None:
         next(iter(tf.data.experimental.from_variant(share, dataset.element_spec)), None)
 
 
-def _content(dataset: tf.data.Dataset) -> tuple[str, str]:
-    """Returns `Described.fingerprint` and `Described.unknown`."""
+def _fingerprint(dataset: tf.data.Dataset) -> list[str]:
+    """Returns `DatasetGraph.fingerprint`, and why it says nothing of the examples: "" if it does."""
     try:
         graph = DatasetGraph(dataset)
-        return graph.fingerprint(), "a Python generator" if graph.is_generated else ""
+        return [graph.fingerprint(), "a Python generator" if graph.is_generated else ""]
     except Exception as error:  # of an operation, or of a message of more than 2 GiB
-        return "", f"a data set that can't be compared ({(str(error).splitlines() or [''])[0][:80]})"
+        return ["", f"a data set that can't be compared ({(str(error).splitlines() or [''])[0][:80]})"]
 
 
-def _are_own(described: Mapping[Any, Described]) -> bool:
+def _are_own(fingerprints: Sequence[Sequence[str]]) -> bool:
     """Returns True if each worker has a data set of its own, and False if all have the same one.
 
     Raises:
       ValueError: some workers have the same one and others not, or it can't be known.
     """
-    prints = [each.fingerprint for each in described.values()]
-    if len(set(prints)) == len(prints):
+    different = {text for text, _ in fingerprints}
+    if len(different) == len(fingerprints):
         return True
-    unknown = next((each.unknown for each in described.values() if each.unknown), "")
-    if not unknown and len(set(prints)) == 1:
+    unknown = next((reason for _, reason in fingerprints if reason), "")
+    if not unknown and len(different) == 1:
         return False
     problem = f"{unknown} may be the same on all or not" if unknown else "some have the same and others not"
     raise ValueError(
@@ -254,59 +336,43 @@ def _are_own(described: Mapping[Any, Described]) -> bool:
     )
 
 
-def _check_same(traits: Mapping[Any, Sequence[str]]) -> None:
-    """Raises ValueError if the workers' data sets, or their sources, show different examples or options."""
-    # Traits of the sources show different shares of arrays, and numbers of files.
-    for each in itertools.zip_longest(*traits.values(), fillvalue="nothing"):
-        if len(set(each)) > 1:
-            shown = ", ".join(f"{task}: {trait}" for task, trait in zip(traits, each, strict=True))
-            raise ValueError(_SAME.format(remedy=_UNSHARDED, received=shown))
-
-
-def _check_lengths(lengths: Mapping[Any, Mapping[str, Sequence[int]]]) -> None:
-    """Raises ValueError if the workers' data sets, or the arrays that these read, have different lengths."""
-    first, *_ = lengths.values()
-    for name in first:
-        counts = {task: each.get(name, []) for task, each in lengths.items()}
-        if len(set(map(tuple, counts.values()))) > 1:
-            shown = ", ".join(
-                f"{' and '.join(map(_length, each)) or 'no'} {name} on {task}" for task, each in counts.items()
-            )
-            # Shards of the same data set differ by one at most.
-            is_shard = all(max(each) - min(each) < 2 for each in zip(*counts.values(), strict=False))
-            raise ValueError(_SAME.format(remedy=_UNSHARDED if is_shard else _EQUALLY_MANY, received=shown))
+def _check_lengths(batches: Mapping[Any, int]) -> None:
+    """Raises ValueError if the workers' data sets have different numbers of batches."""
+    if len({*batches.values()}) > 1:
+        shown = ", ".join(f"{_length(count)} batches on {task}" for task, count in batches.items())
+        # Shards of the same data set differ by one at most.
+        is_shard = max(batches.values()) - min(batches.values()) < 2
+        raise ValueError(_SAME.format(remedy=_UNSHARDED if is_shard else _EQUALLY_MANY, received=shown))
 
 
 def _length(count: int) -> str:
     return {tf.data.INFINITE_CARDINALITY: "endless", tf.data.UNKNOWN_CARDINALITY: "unknown"}.get(count, str(count))
 
 
-def _check_specs(described: Mapping[Any, Described]) -> None:
+def _check_specs(specs: Mapping[Any, Any]) -> None:
     """Raises ValueError if the workers' elements have different structures, dtypes or shapes.
 
     A function of Python's on one worker alone, such as a map that waits, leaves shapes open.
     """
-    first, *others = described.values()
+    (structure, shapes), *others = specs.values()
     if all(
-        each.structure == first.structure
-        and all(
-            tf.TensorShape(one).is_compatible_with(other) for one, other in zip(first.shapes, each.shapes, strict=True)
-        )
-        for each in others
+        other == structure
+        and all(tf.TensorShape(one).is_compatible_with(each) for one, each in zip(shapes, found, strict=True))
+        for other, found in others
     ):
         return
-    shown = ", ".join(f"{task}: {each.structure} of shapes {each.shapes}" for task, each in described.items())
+    shown = ", ".join(f"{task}: {structure} of shapes {shapes}" for task, (structure, shapes) in specs.items())
     raise ValueError(
         "dataset: every worker must be given the same data set, whose elements have the same structure, dtypes and "
         f"shapes; make it on every worker by the same lines. Received: {shown}"
     )
 
 
-def _spec(element_spec: Any) -> tuple[str, list[Any]]:
+def _spec(element_spec: Any) -> list[Any]:
     """Returns the structure and dtypes of elements, and their shapes, with None for one that is not known."""
     names = tf.nest.map_structure(lambda each: getattr(getattr(each, "dtype", None), "name", str(each)), element_spec)
     shapes = [tf.TensorShape(getattr(each, "shape", None)) for each in tf.nest.flatten(element_spec)]
-    return str(names), [None if shape.rank is None else shape.as_list() for shape in shapes]
+    return [str(names), [None if shape.rank is None else shape.as_list() for shape in shapes]]
 
 
 def longest(steps: int, agreement: Agreement, has_policy: bool) -> int:
@@ -349,129 +415,3 @@ def check_shared(dataset: Any, options: Any, kind: str = "a data set of another 
         "leave options away and its AutoShardPolicy at AUTO or DATA, or give each worker its own with "
         f"distribute_datasets_from_function. Received: {received}"
     )
-
-
-def _functions(dataset: tf.data.Dataset) -> list[list[Any]]:
-    """Returns, of a data set and its sources, fingerprints of the functions and whether these filter."""
-    return [
-        [inputs.is_filter(each), fingerprint_of(function)]
-        for each in inputs.with_sources(dataset)
-        for function in inputs.functions_of_dataset(each)
-    ]
-
-
-def _check_functions(functions: Mapping[Any, Sequence[Any]], is_for_predict: bool) -> None:
-    """Raises ValueError if functions choose other examples on some workers; warns if they may change examples."""
-
-    def differing(of: Callable[[Any], Any]) -> str:
-        (first, *_), texts = functions, {task: str(of(each)) for task, each in functions.items()}
-        return ", ".join(str(task) for task, text in texts.items() if text != texts[first])
-
-    if others := differing(lambda each: [text for filters, text in each if filters]):
-        raise ValueError(f"{_OTHER_FUNCTIONS.format(names='filter')}. Received: other functions on {others}")
-    if others := differing(lambda each: each):
-        if is_for_predict:
-            raise ValueError(f"predict: {_UNORDERED}. Received: other functions of map on {others}")
-        warnings.warn(f"{_OTHER_FUNCTIONS.format(names='map')}. {_MAY_DIFFER}", RuntimeWarning, stacklevel=3)
-
-
-def _lengths_and_checksums(dataset: tf.data.Dataset) -> tuple[dict[str, list[int]], list[str]]:
-    """Returns lengths by name, and checksums, of a data set and of the validation data of the `fit` that begins.
-
-    The latter would be compared after its first epoch. Those of data sets that TensorFlow, or the user, shards by a
-    policy are left out.
-    """
-    lengths, checksums = _described(dataset)
-    fit = calls.iterating_fit()
-    given = None if fit is None else fit.arguments.get("validation_data")
-    if isinstance(given, tf.data.Dataset):
-        is_dealt = given.options().experimental_distribute.auto_shard_policy in _DEALT
-        more = _described(given) if is_dealt else ({}, [])
-    else:
-        arrays = [each for each in tf.nest.flatten(given) if isinstance(each, np.ndarray)]
-        rows = [tf.convert_to_tensor(_some_rows(each)) for each in arrays]
-        more = {"rows": _rows(arrays)}, [f"examples of checksum {_checksum(rows)}"] if rows else []
-    lengths |= {f"{name} of validation_data": counts for name, counts in more[0].items()}
-    return lengths, [f"validation_data: {text}" for text in more[1]] + checksums
-
-
-def _described(dataset: tf.data.Dataset) -> tuple[dict[str, list[int]], list[str]]:
-    """Returns lengths by name, and checksums, of what a data set and its sources were made with."""
-    found = [values for each in inputs.with_sources(dataset) if (values := inputs.values_of_dataset(each))]
-    rows = _rows([value for values in found for value in values if value.dtype not in (tf.variant, tf.resource)])
-    lengths = {"rows": rows, "batches": [int(dataset.cardinality())]}
-    return lengths, [f"examples of checksum {_checksum(values)}" for values in found]
-
-
-def _rows(arrays: Sequence[Any]) -> list[int]:
-    """Returns the different numbers of rows of arrays, or of files."""
-    return list(dict.fromkeys(int(array.shape[0]) for array in arrays if len(array.shape)))
-
-
-def _orders(dataset: tf.data.Dataset) -> list[str]:
-    """Returns the seeds by which a data set and its sources shuffle, as Keras does arrays, or choose elements."""
-    found: list[str] = []
-    for each in inputs.with_sources(dataset):
-        drawing = "Random" if inputs.is_filter(each) else "RandomShuffle"
-        found += inputs.seeds_of_dataset(each)
-        found += [seeds for function in inputs.functions_of_dataset(each) for seeds in seeds_of(function, drawing)]
-    return found
-
-
-def _compare_generated_after(generated: Sequence[inputs.FirstElements], agreement: Agreement) -> None:
-    """Lets the open `predict` raise ValueError if the workers' generators have returned different elements."""
-
-    def compare(predictions: Any) -> Any:
-        found = agreement.gather([each.digest for each in generated], "comparing the data sets")
-        for digests in itertools.zip_longest(*found.values()):
-            if len({digest for digest in digests if digest is not None}) > 1:
-                raise ValueError(f"{_OTHER_PREDICTIONS}. Received: different first examples")
-        return predictions
-
-    call = calls.current()
-    if call is not None and call.change is None:
-        call.change = compare
-
-
-def _say_generated_differ(generated: Sequence[inputs.FirstElements], agreement: Agreement) -> None:
-    """Says so in a line once the workers' generators have returned different elements; without a wait.
-
-    It is no error: elements may be drawn at random. Whichever worker reads last sees what the others have read.
-    """
-    # All workers come here after the same number of exchanges.
-    place, own = f"generated/{agreement.count}", str(agreement.task)
-
-    def compared_at(key: str) -> Callable[[str], None]:
-        def told(digest: str) -> None:
-            agreement.publish(f"{key}/{own}", digest)
-            with contextlib.suppress(ConnectionError):
-                others = {task: agreement.receive(f"{key}/{task}", _RECEIVE_SECS) for task in agreement.tasks}
-                differing = [str(task) for task, each in others.items() if each not in (None, digest)]
-                if differing:
-                    _log.say(_OTHER_EXAMPLES.format(own=own, others=" and ".join(differing)))
-
-        return told
-
-    for index, first in enumerate(generated):
-        first.listen(compared_at(f"{place}/{index}"))
-
-
-def _some_rows(array: Any) -> Any:
-    """Returns rows from all parts of a NumPy array or a tensor."""
-    if not len(array.shape) or (count := int(array.shape[0])) <= _ROWS:
-        return array
-    rows = np.linspace(0, count - 1, _ROWS, dtype=np.int64)
-    return array[rows] if isinstance(array, np.ndarray) else tf.gather(array, rows)
-
-
-def _checksum(values: Sequence[tf.Tensor]) -> str:
-    """Returns a checksum of some rows of arrays, and of the names of files, whose directories may differ."""
-    digest = hashlib.blake2b(digest_size=4)
-    for value in values:
-        if value.dtype in (tf.variant, tf.resource):
-            continue
-        array = _some_rows(value).numpy()
-        if value.dtype == tf.string:
-            array = [text.rpartition(b"/")[2] for text in np.ravel(array)]
-        digest.update(repr(array).encode() if isinstance(array, list) else np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()

@@ -121,6 +121,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         composed = composition.compose(policies, "MultiWorkerMirroredStrategy", num_workers)
         self._aggregation, self._warmup = composed.aggregation, composed.warmup
         self._gathers: dict[Any, Any] = {}
+        # None without other workers.
+        self._same_batches: _shared_datasets.SameBatches | None = None
         self._sums = WorkerSums(self)
         self.distribution = Distribution(Recorder([f"worker:{index}" for index in range(num_workers)]))
         self.distribution.transforms = Transforms(transforms, ProcessMemory(self))
@@ -144,7 +146,6 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         with stalls.interrupt_ends_process(), _devices.of_worker(self, devices_per_replica):
             super().__init__(cluster_resolver, communication_options)
         collectives.broadcast_all_dtypes(self)
-        inputs.note_generators()
         _common.mend_keras(self)
         for policy in (composed.aggregation, composed.warmup, composed.compression):
             self._check_devices(policy)
@@ -203,8 +204,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         return replicas.values_of_replicas([handles.without_optionals(leaf.content[1][0])], always_wrap=False)
 
     def explained(self, error: Exception) -> BaseException | None:
-        """See `Closing.explained`; in place of TensorFlow's error that of a sum in Python, as by MPI."""
-        return self._sums.failure() or super().explained(error)
+        """See `Closing.explained`; in place of TensorFlow's error that of the data, or of a sum in Python."""
+        of_data = _shared_datasets.explain(error) if isinstance(error, tf.errors.InvalidArgumentError) else None
+        return self._sums.failure() or of_data or super().explained(error)
 
     def _before_call(self, call: calls.Call) -> None:
         super()._before_call(call)
@@ -238,6 +240,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         replicas.note_traced(self, agreement.note_traced)
         agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
         agreements.share_random_state(agreement)
+        self._same_batches = _shared_datasets.SameBatches(agreement)
         saving.write_by_chief()
         saving.share_checkpoints(str(cluster.task))
         if not agreement.is_chief:
@@ -365,9 +368,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if count == 1 or not is_dataset:
             return self._left_to_tensorflow(dataset, options)
         splitting.check_batched(dataset.element_spec, count)
-        call = calls.current()
-        is_for_predict = call is not None and call.kind == "predict"
-        division = _shared_datasets.compare(dataset, self.distribution.agreement, is_for_predict, self._is_apart)
+        division = _shared_datasets.compare(dataset, self.distribution.agreement, _is_for_predict(), self._is_apart)
         if has_policy and division is _shared_datasets.Division.HANDED_OUT:
             _shared_datasets.check_shared(dataset, None, "a job of the tf.data service, which hands out whole batches")
         if division in (_shared_datasets.Division.OWN, _shared_datasets.Division.HANDED_OUT):
@@ -422,9 +423,12 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _dealt(self, dataset: tf.data.Dataset, is_known: bool, options: Any = None) -> Any:
         parts, count = self._parts(), self.num_replicas_in_sync
+        if self._same_batches is not None:
+            dataset = self._same_batches.watched(dataset, _is_for_predict())
         dealt = splitting.deal(dataset, parts, count).prefetch(len(parts))
         distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt, options))
-        distributed = inputs.explained_first_batch(distributed, splitting.explain)
+        explain = lambda error: splitting.explain(error) or _shared_datasets.explain(error)  # noqa: E731
+        distributed = inputs.explained_first_batch(distributed, explain)
         if is_known:  # All workers reach the end in the same step.
             inputs.assume_full_batches(distributed)
         if options is not None or not (self._quorum or self._averaging or self._warming or self._knows_sizes):
@@ -475,6 +479,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _broadcast_from_chief(self, variables: Sequence[Any]) -> None:
         one_replica.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)
+
+
+def _is_for_predict() -> bool:
+    call = calls.current()
+    return call is not None and call.kind == "predict"
 
 
 class _PartsInFit(handles.DistributedDataset):

@@ -6,14 +6,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import hashlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
@@ -301,10 +298,6 @@ def read_directly(distributed: Any, devices: Sequence[str]) -> Any:
 # arrays.)
 
 
-# Attributes with arrays, names of files, or numbers that choose examples.
-_VALUES = ("_tensors", "_filenames", "_index", "_count")
-
-
 def with_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Yields a data set, and then all that it reads from, the nearest first."""
     yield dataset
@@ -317,9 +310,11 @@ def nearest_shuffle(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     return next((each for each in with_sources(dataset) if "Shuffle" in type(each).__name__), None)
 
 
-def functions_of_dataset(dataset: tf.data.Dataset) -> list[Any]:
-    """Returns the concrete functions that a data set itself was made with, as by `map` and `filter`."""
-    return [wrapper.function for wrapper in dataset._functions()]
+def operations_of(dataset: tf.data.Dataset) -> set[str]:
+    """Returns the types of the operations in the functions of a data set and its sources, as of `map` and `filter`."""
+    functions = [each.function.graph.as_graph_def() for one in with_sources(dataset) for each in one._functions()]
+    bodies = [body for each in functions for body in (each.node, *(inner.node_def for inner in each.library.function))]
+    return {node.op for body in bodies for node in body}
 
 
 def service_jobs(dataset: tf.data.Dataset) -> list[str]:
@@ -336,100 +331,6 @@ def files_written(dataset: tf.data.Dataset) -> list[str]:
 
 def _text(value: Any) -> str:
     return value.numpy().decode() if hasattr(value, "numpy") else str(value)
-
-
-def is_filter(dataset: tf.data.Dataset) -> bool:
-    """Returns True if the functions of a data set itself choose elements."""
-    return "Filter" in type(dataset).__name__
-
-
-def values_of_dataset(dataset: tf.data.Dataset) -> list[tf.Tensor]:
-    """Returns the arrays, names of files and numbers that a data set itself was made with, as far as they are known."""
-    given: list[Any] = [value for name in _VALUES for value in tf.nest.flatten(vars(dataset).get(name))]
-    # Names of files are a data set of their own, which is none of the inputs.
-    found = [
-        each
-        for value in given
-        for each in (values_of_dataset(value) if isinstance(value, tf.data.Dataset) else [value])
-    ]
-    return [value for value in found if isinstance(value, tf.Tensor) and hasattr(value, "numpy")]
-
-
-def seeds_of_dataset(dataset: tf.data.Dataset) -> list[str]:
-    """Returns the two seeds of a data set that itself shuffles, as one text."""
-    seeds = [vars(dataset).get(name) for name in ("_seed", "_seed2") if "_buffer_size" in vars(dataset)]
-    return (
-        ["/".join(str(int(seed)) for seed in seeds)] if seeds and all(hasattr(seed, "numpy") for seed in seeds) else []
-    )
-
-
-# Results of Python generators.
-#
-# A data set says nothing of the elements of its generator, which may be a worker's share. `PyDataset`s of Keras are
-# read through generators, too.
-
-_DIGESTED_ELEMENTS, _DIGESTED_NUMBERS = 8, 256
-
-
-class FirstElements:
-    """Checksum of the first elements of a generator, once an iterator of a data set has read them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # None until they are read.
-        self.digest: str | None = None
-        self._listener: Callable[[str], None] | None = None
-
-    def listen(self, listener: Callable[[str], None]) -> None:
-        """Calls `listener` once with the checksum; in the thread that reads, unless it is known already."""
-        with self._lock:
-            self._listener, digest = listener, self.digest
-        if digest is not None:
-            self._tell(digest)
-
-    def read(self, elements: Iterator[Any]) -> Iterator[Any]:
-        """Returns the elements, of which it notes the first ones of the first iterator."""
-        digest, count = hashlib.blake2b(digest_size=8), 0
-        for element in elements:
-            if self.digest is None:
-                for leaf in tf.nest.flatten(element):
-                    numbers = np.ravel(np.asarray(leaf))[:_DIGESTED_NUMBERS]
-                    digest.update(repr(numbers.tolist()).encode() if numbers.dtype == object else numbers.tobytes())
-                count += 1
-                if count == _DIGESTED_ELEMENTS:
-                    self._tell(digest.hexdigest())
-            yield element
-        if self.digest is None:
-            self._tell(digest.hexdigest())
-
-    def _tell(self, digest: str) -> None:
-        with self._lock:
-            self.digest, (listener, self._listener) = digest, (self._listener, None)
-        if listener is not None:
-            listener(digest)
-
-
-def note_generators() -> None:
-    """From now on the first elements of `tf.data.Dataset.from_generator` are noted."""
-    patching.once(tf.data.Dataset, "from_generator", _noted_generator)
-
-
-def _noted_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    def from_generator(generator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not callable(generator):
-            return original(generator, *args, **kwargs)
-        first = FirstElements()
-        dataset = original(lambda *given: first.read(iter(generator(*given))), *args, **kwargs)
-        dataset._tfdist_first_elements = first
-        return dataset
-
-    return from_generator
-
-
-def generated_of(dataset: tf.data.Dataset) -> list[FirstElements]:
-    """Returns those of the generators that a data set and its sources read."""
-    generators = [each for each in with_sources(dataset) if hasattr(each, "_tfdist_first_elements")]
-    return [each._tfdist_first_elements for each in generators]
 
 
 # The `element_spec` of a data set that gives handles: the specs of a batch, and a `tf.function` signature of handles.
