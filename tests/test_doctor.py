@@ -19,6 +19,7 @@ import pytest
 import tfdist
 from tfdist import _sockets, cli
 from tfdist.doctor import __main__ as doctor
+from tfdist.doctor import measure as doctor_measure
 from tfdist.launchers.supervise.processes import PortReservation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -182,70 +183,42 @@ def test_tasks_that_meet_compare_versions(monkeypatch):
         found = {}
 
         def meet(index, version):
-            found[index] = doctor.compare_tasks(tasks[index], {"tfdist": version}, 30.0)
+            found[index] = [str(each) for each in doctor.meet(tasks[index], {"tfdist": version}, 30.0)]
 
         thread = threading.Thread(target=meet, args=(1, "2"))
         thread.start()
         meet(0, "1")
         thread.join(30)
-    assert found[0][1] == ("wrong", "worker:1 has tfdist 2 where 1 is here; install the same on all")
-    assert found[1][1][1] == "worker:0 has tfdist 1 where 2 is here; install the same on all"
-    (other,) = doctor.compare(tfdist.Task("worker", 1), "a:1", {"task": "worker:9", "versions": {}}, {})
-    assert "'worker:9' answers there" in other[1]
+    assert found[0][1] == "wrong   worker:1 has tfdist 2 where 1 is here; install the same on all"
+    assert found[1][1] == "wrong   worker:0 has tfdist 1 where 2 is here; install the same on all"
 
 
-def test_a_task_meets_at_another_address_than_its_own_name_means(monkeypatch):
-    monkeypatch.setattr(doctor, "_CALL_BACK_SECS", 0.2)
-    with PortReservation(2) as reservation, ThreadPoolExecutor(2) as pool:
-        first, second = reservation.ports
-        views = [
-            tfdist.Cluster(
-                {"worker": [f"127.0.0.1:{first}", f"127.0.0.{3 + index}:{second}"]}, tfdist.Task("worker", index)
-            )
-            for index in range(2)
-        ]
-        found = list(pool.map(lambda view: doctor.compare_tasks(view, {}, 60.0), views))
-    assert [[state for state, _ in each] for each in found] == [["ok"], ["ok"]]
-
-
-def test_a_task_that_does_not_come_is_named():
-    with PortReservation(2) as reservation:
-        ((state, text),) = doctor.compare_tasks(cluster(*reservation.ports), {}, 0.5)
-    assert state == "wrong"
-    assert text.startswith(f"worker:1 at 127.0.0.1:{reservation.ports[1]}: ")
-    assert "does it run" in text
+def test_another_task_at_an_address_is_named():
+    with PortReservation(3) as reservation, doctor_measure._answering(cluster(*reservation.ports[:2]), 0.0):
+        other = cluster(reservation.ports[1], reservation.ports[0], reservation.ports[2])
+        found = wrong(doctor.meet(other, {}, 0.5))
+    assert "worker:1 at 127.0.0.1" in found[0] and "'worker:0' answers there; give all tasks" in found[0]
+    assert "worker:2 at 127.0.0.1" in found[1] and "does it run, and is no firewall between?" in found[1]
 
 
 # Strangers.
 
 
-@contextlib.contextmanager
-def visitors(ports):
-    """A task that answers; its address and who asks."""
-    with contextlib.ExitStack() as stack:
-        asked = doctor.Callers(cluster(*ports), {"tfdist": "1"})
-        sockets = _sockets.listen(f"127.0.0.1:{ports[0]}", ["127.0.0.1:1"])
-        stack.enter_context(_sockets.LineServer(sockets, asked.converse))
-        yield sockets[0].getsockname(), asked
-
-
-def test_a_meeting_is_at_the_tasks_own_address():
-    with PortReservation(2) as reservation, visitors(reservation.ports) as (address, _):
-        assert address == ("127.0.0.1", reservation.ports[0])
-
-
 @pytest.mark.parametrize("words", [b"", b'"worker:1', b"\xff\n", b"[" * 60_000 + b"\n", b'{"a":' * 500 + b"\n"])
 def test_strangers_that_came_first_and_stay_delay_no_meeting(words):
-    with PortReservation(2) as reservation, contextlib.ExitStack() as stack:
-        address, asked = stack.enter_context(visitors(reservation.ports))
+    with PortReservation(2) as reservation, contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(doctor_measure.meet, cluster(*reservation.ports), {}, 60.0)
         for _ in range(3 * _sockets.MOST_PEERS):
-            stranger = stack.enter_context(socket.create_connection(address, 10))
+            while True:
+                with contextlib.suppress(ConnectionRefusedError):
+                    stranger = socket.create_connection(("127.0.0.1", reservation.ports[0]), 10)
+                    break
+            stack.enter_context(stranger)
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(words)
-        found = doctor.ask_task(cluster(*reservation.ports, index=1), tfdist.Task("worker", 0), time.monotonic())
-        assert isinstance(found, dict) and found["task"] == "worker:0"
-        asked.wait_for_all(60)
-        assert asked.wait_for(tfdist.Task("worker", 1), 0)
+        (found,) = doctor_measure.meet(cluster(*reservation.ports, index=1), {}, 60.0).values()
+        assert found == {"task": "worker:0", "versions": {}}
+        assert [*first.result().values()] == [{"task": "worker:1", "versions": {}}]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +237,9 @@ def test_garbage_at_a_tasks_address_is_a_line(answer):
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        found = doctor.ask_task(cluster(1, server.getsockname()[1]), tfdist.Task("worker", 1), time.monotonic())
+        found = doctor_measure._ask(
+            cluster(1, server.getsockname()[1]), tfdist.Task("worker", 1), time.monotonic() + 10
+        )
         thread.join()
     assert isinstance(found, str) and len(found) < 100
 
@@ -274,7 +249,7 @@ def test_an_answer_cannot_write_to_the_terminal():
     answer = {"task": "worker:1", "versions": {"tfdist": said, "keras": said}}
     lines = doctor.compare(tfdist.Task("worker", 1), "a:1", answer, {"tfdist": "1"})
     lines += doctor.compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": said}, {})
-    assert all("\x1b" not in text and len(text) < 250 for _, text in lines)
+    assert all("\x1b" not in each.text and len(each.text) < 250 for each in lines)
 
 
 @pytest.mark.processes

@@ -32,7 +32,6 @@ ENDED_BY = {
     "compat/keras/saving.py:_appears": "deadline",
     "compat/keras/saving.py:_lock": "deadline",
     "doctor/measure.py:_connected": "deadline",
-    "doctor/__main__.py:ask_task": "deadline",
     "engines/agreement.py:Agreement._await_others": "self.lost()",
     "engines/agreement.py:Agreement._get": "self.check()",
     "engines/agreement.py:Agreement.explain": "deadline",

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures bandwidth and latency between the tasks of a cluster, bounded in time and bytes. No TensorFlow import.
+"""Tasks of a cluster that run `tfdist doctor` at the same time: they meet, and measure the links between them.
 
-The tasks take turns in the order of the cluster, so that no two links are measured at a time. The turn, with the links
-so far, goes round twice: in the first lap each task measures its links, in the second each gets all of them.
+No TensorFlow import. While they measure, the tasks take turns in the order of the cluster, so that no two links are
+measured at a time. The turn, with the links so far, goes round twice: in the first lap each task measures its links,
+in the second each gets all of them.
 
-    asking -> answering   DIGEST ping   then single bytes, which come back
-    asking -> answering   DIGEST sink   then bytes until the connection is half closed; the answer is bytes per second,
-                                        without the first quarter
-    any -> next           DIGEST turn   then a line of JSON: the links so far
+    asking -> answering   DIGEST hello TASK  the answer is a line of JSON: the answering task, and its versions
+    asking -> answering   DIGEST ping        then single bytes, which come back
+    asking -> answering   DIGEST sink        then bytes until the connection is half closed; the answer is bytes per
+                                             second, without the first quarter
+    any -> next           DIGEST turn        then a line of JSON: the links so far
 
-A task answers to tasks of its own cluster only: DIGEST is of all addresses.
+A task measures with tasks of its own cluster only: DIGEST is of all tasks. It says hello to all.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfdist import _checks, _files, _log, _sockets
@@ -41,6 +44,8 @@ _CONNECT_SECS = 5.0
 _SKIPPED = 0.25
 # Peers of each task: further ones repeat what is known, and n tasks have n (n - 1) links.
 _MOST_PEERS = 8
+# Longest reason of a failed connection that is shown.
+_MOST_CHARS = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,57 @@ class MeasuredLink:
         numbers = self.bytes_per_sec, self.latency_secs
         if not all(map(_checks.is_number, numbers)) or self.bytes_per_sec <= 0 or self.latency_secs < 0:
             raise ValueError(f"a link has a bandwidth above 0 and a latency. Received: {numbers}")
+
+
+Answer = dict[str, Any]
+
+
+def meet(cluster: Cluster, versions: Mapping[str, str], timeout_secs: float) -> dict[Task, Answer | str]:
+    """Asks each other task, which call this at the same time, for its versions, and answers until all have asked.
+
+    Args:
+      cluster: all tasks, with this one.
+      versions: of this task, by name.
+      timeout_secs: longest time for all of it.
+
+    Returns:
+      For each other task its `task` and `versions`, or the reason why there is no answer.
+
+    Raises:
+      OSError: this task can't listen at its address.
+    """
+    others = [task for task in cluster.tasks if task != cluster.task]
+    if not others or cluster.task not in cluster.tasks:
+        return {}
+    deadline = time.monotonic() + timeout_secs
+    with _answering(cluster, deadline, versions) as state, ThreadPoolExecutor(min(64, len(others))) as pool:
+        answers = dict(zip(others, pool.map(lambda task: _ask(cluster, task, deadline), others), strict=True))
+        # This task may be the first that has all answers.
+        state.have_all_asked.wait(max(0.0, deadline - time.monotonic()))
+    return answers
+
+
+def _ask(cluster: Cluster, task: Task, deadline: float) -> Answer | str:
+    try:
+        with _connected(cluster, task, f"hello {cluster.task}", deadline) as connection:
+            return parse_answer(_sockets.read_line(connection, _CONNECT_SECS))
+    except (OSError, ValueError) as error:
+        return str(error)[:_MOST_CHARS] or type(error).__name__
+
+
+def parse_answer(line: bytes) -> Answer:
+    """Parses the answer of a task.
+
+    Raises:
+      ValueError: the line is no answer of `tfdist doctor`.
+    """
+    try:
+        answer = json.loads(line)
+    except RecursionError:
+        raise ValueError("the answer is nested too deeply") from None
+    if not isinstance(answer, dict) or "task" not in answer or not isinstance(answer.get("versions", {}), dict):
+        raise ValueError("the answer is not from tfdist doctor")
+    return answer
 
 
 def peers(tasks: Sequence[Task], task: Task) -> list[Task]:
@@ -89,11 +145,11 @@ def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes:
         return []
     tasks, deadline = list(cluster.tasks), time.monotonic() + timeout_secs
     own = tasks.index(cluster.task)
-    with _answering(cluster, deadline) as turns:
+    with _answering(cluster, deadline) as state:
 
         def wait() -> list[MeasuredLink]:
             try:
-                return turns.get(timeout=max(0.0, deadline - time.monotonic()))
+                return state.turns.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise TimeoutError(
                     f"waited for {tasks[own - 1]}, which has not measured; raise --measure_secs"
@@ -189,7 +245,7 @@ def _connected(cluster: Cluster, task: Task, kind: str, deadline: float) -> Iter
         left = deadline - time.monotonic()
         if left <= 0:
             where = cluster.address(task)
-            raise TimeoutError(f"{task} at {where} does not answer; does it run tfdist doctor --measure?")
+            raise TimeoutError(f"{task} at {where} does not answer; does it run tfdist doctor, too?")
         try:
             connection = socket.create_connection(address, min(_CONNECT_SECS, left))
             break
@@ -237,36 +293,53 @@ def _pass(cluster: Cluster, task: Task, links: Sequence[MeasuredLink], deadline:
         connection.recv(1)
 
 
+class _State:
+    """Values that other tasks have given this one, and its answers to them, while it answers."""
+
+    def __init__(self, cluster: Cluster, deadline: float, versions: Mapping[str, str]) -> None:
+        self.digest, self.deadline = digest_of(cluster.tasks).encode(), deadline
+        self.hello = json.dumps({"task": str(cluster.task), "versions": dict(versions)}).encode() + b"\n"
+        self.turns: queue.Queue[list[MeasuredLink]] = queue.Queue()
+        # The other tasks that have not asked for the versions yet.
+        self.left = {str(task).encode() for task in cluster.tasks if task != cluster.task}
+        self.have_all_asked = threading.Event()
+
+
 @contextlib.contextmanager
-def _answering(cluster: Cluster, deadline: float) -> Iterator[queue.Queue[list[MeasuredLink]]]:
-    """Answers other tasks within the block, a thread for each connection; yields the turns that are passed on."""
-    turns: queue.Queue[list[MeasuredLink]] = queue.Queue()
+def _answering(cluster: Cluster, deadline: float, versions: Mapping[str, str] = {}) -> Iterator[_State]:
+    """Answers other tasks within the block, a thread for each connection."""
     others = [cluster.address(task) for task in cluster.tasks if task != cluster.task]
-    handler = functools.partial(_Handler, digest_of(cluster.tasks).encode(), deadline, turns)
+    state = _State(cluster, deadline, versions)
     with contextlib.ExitStack() as stack:
         for listening in _sockets.listen(cluster.address(), others):
+            handler = functools.partial(_Handler, state)
             server = socketserver.ThreadingTCPServer(("", 0), handler, bind_and_activate=False)
             server.socket.close()
             server.socket, server.daemon_threads = listening, True
             stack.enter_context(server)
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
             stack.callback(server.shutdown)
-        yield turns
+        yield state
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    def __init__(self, digest: bytes, deadline: float, turns: queue.Queue[list[MeasuredLink]], *given: Any) -> None:
-        self._digest, self._deadline, self._turns = digest, deadline, turns
+    def __init__(self, state: _State, *given: Any) -> None:
+        self._state = state
         super().__init__(*given)
 
     def handle(self) -> None:
-        """Answers one request; nothing to strangers."""
+        """Answers one request; strangers get a hello at most."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             self.connection.settimeout(_CONNECT_SECS)
-            digest, kind = self.rfile.readline(_sockets.LINE_BYTES).split()
-            if digest != self._digest:
+            digest, kind, *task = self.rfile.readline(_sockets.LINE_BYTES).split()
+            if kind == b"hello":
+                self.connection.sendall(self._state.hello)
+                self._state.left.difference_update(task)
+                if not self._state.left:
+                    self._state.have_all_asked.set()
+            if digest != self._state.digest:
                 return
-            self.connection.settimeout(max(0.1, self._deadline - time.monotonic()))
+            self.connection.settimeout(max(0.1, self._state.deadline - time.monotonic()))
             if kind == b"ping":
                 self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 for _ in range(_PINGS):
@@ -275,7 +348,7 @@ class _Handler(socketserver.StreamRequestHandler):
                 secs, most = self.rfile.readline(_sockets.LINE_BYTES).split()
                 self.connection.sendall(f"{self._received(float(secs), int(most))}\n".encode())
             elif kind == b"turn":
-                self._turns.put([MeasuredLink(**each) for each in json.loads(self.rfile.readline(_MAX_LINE))])
+                self._state.turns.put([MeasuredLink(**each) for each in json.loads(self.rfile.readline(_MAX_LINE))])
 
     def _received(self, secs: float, most: int) -> float:
         """Returns bytes per second of what arrives, without the first quarter; a short transfer counts whole."""
