@@ -39,8 +39,7 @@ from tfdist.compat.tensorflow import coordinator, graphs
 from tfdist.coordination import lost_servers, stalls
 from tfdist.engines import worker_function
 from tfdist.engines.base import Engine
-from tfdist.engines.step_queue import QueuedStep as QueuedStep
-from tfdist.engines.step_queue import StepQueue
+from tfdist.engines.step_queue import QueuedStep, StepQueue
 from tfdist.engines.transfer import plan
 from tfdist.engines.worker_function import Program, Programs
 from tfdist.passes import splitting, worker_batch

@@ -20,10 +20,9 @@ from tfdist.compat.tensorflow import collectives, context, inputs, replicas
 from tfdist.coordination import stalls
 from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.engines import agreement as agreements
-from tfdist.engines import quorum as quorum
 from tfdist.engines.agreement import SharedUsage
 from tfdist.engines.averaging import AveragingEngine
-from tfdist.engines.quorum import QuorumSums
+from tfdist.engines.quorum import QuorumEngine, QuorumSums
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.passes import handle as handles
 from tfdist.passes import progress, splitting
@@ -78,7 +77,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     """
 
     # `None` without a policy.
-    _quorum: quorum.QuorumEngine | None = None
+    _quorum: QuorumEngine | None = None
     # True for workers of one device each, without a policy: `fit` reads their parts.
     _knows_sizes = False
     # `None` without Compression.
@@ -285,7 +284,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         )
         sums = QuorumSums(self._sum_over_workers, lambda: self._sum_gradients)
         worker = cluster.training_tasks.index(cluster.task)
-        self._quorum = quorum.QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreements())
+        self._quorum = QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreements())
         self._quorum.start()
         self.distribution.on_close += [self._quorum_server.close] if self._quorum_server else []
         _forks.at_exit(self.distribution.close)
