@@ -38,7 +38,6 @@ ENDED_BY = {
     "engines/agreement.py:Agreement.receive": "deadline",
     "engines/agreement.py:_Watch._run": "self._stopped",
     "engines/quorum.py:QuorumEngine._next_round": "self._is_closing",
-    "engines/agreement.py:SharedUsage._run": "self._ended",
     "engines/step_queue.py:StepQueue._park": "has_failed(",
     "engines/step_queue.py:StepQueue.wait_until": "self._raise_stall()",
     "launchers/supervise/guard.py:_sweep": "deadline",

@@ -59,6 +59,8 @@ _IDLE_SECS_ON_GPU = 60.0
 # At its end the chief, with which the service ends, waits so long for others that need nothing of it any more.
 _FAREWELL_SECS = 10.0
 _STATE_MS = 20
+# Longest time that the others' counters are asked for.
+_FETCH_SECS = 2.0
 # Longest wait for a connection to a task, and for those to all.
 _PROBE_SECS, _PROBES_SECS = 0.2, 1.0
 _SEEDING = "agreeing on a random seed"
@@ -130,6 +132,8 @@ class Agreement:
         # Number of calls of `from_chief_at`, by place, and the key of the last one.
         self._numbers: collections.Counter[str] = collections.Counter()
         self._last_key = ""
+        self._sample: Callable[[], Usage] | None = None
+        self._usage_due, self._known_usage = 0.0, dict[str, Usage]()
         self._watch = _Watch(self)
 
     @property
@@ -248,6 +252,37 @@ class Agreement:
         for key in keys:
             self._set(key, {"value": result})
         return result
+
+    # Counters of all workers' processes, such as bytes sent.
+
+    def share_usage(self, sample: Callable[[], Usage]) -> None:
+        """Posts the counters of this process, as `sample` returns them, now and then every few seconds."""
+        self._sample = sample
+        self.post_usage()
+
+    def post_usage(self) -> None:
+        """Posts this worker's counters if that is due; called about once a second."""
+        now = time.monotonic()
+        if self._sample is not None and now >= self._usage_due:
+            self._usage_due = now + usage.EVERY_SECS
+            self.post(f"usage/{self.task}", self._sample().to_json())
+
+    def usage(self) -> dict[str, Usage]:
+        """Returns the counters of each worker that has posted some, by its name in reports; of this one as of now.
+
+        Any thread may call it, at any time, without the other workers.
+        """
+        found: dict[str, Usage] = {}
+        until = time.monotonic() + _FETCH_SECS
+        for index, task in enumerate(self.tasks):
+            if task == self.task and self._sample is not None:
+                found[f"worker:{index}"] = self._sample()
+            # Each answer of a chief that hangs takes its own time limit. The service ends with the program.
+            elif not self._ended and time.monotonic() < until and (text := self.peek(f"usage/{task}")) is not None:
+                found[f"worker:{index}"] = Usage.from_json(text)
+        # One new dictionary: two threads may ask at a time.
+        self._known_usage = {**self._known_usage, **found}
+        return dict(sorted(self._known_usage.items(), key=lambda each: int(each[0].partition(":")[2])))
 
     # The key-value store.
 
@@ -676,6 +711,8 @@ class _Watch:
             # A look that fails says nothing about the others; the next one may. Nothing else ends a wait.
             with contextlib.suppress(Exception):
                 self._look()
+            with contextlib.suppress(Exception):
+                self._agreement.post_usage()
 
     def _look(self) -> None:
         frame = self._blocked_frame()
@@ -799,66 +836,3 @@ def _key(number: int, what: str) -> str:
 
 def _key_at(place: str, number: int) -> str:
     return f"tfdist/at/{zlib.crc32(place.encode()):08x}/{number}"
-
-
-# Counters of all workers' processes, such as bytes sent: each worker posts its own to the coordination service.
-#
-# A worker may ask at any time, without the others. It gets its own counters as of now, and the others' as of their last
-# post, which is `usage.EVERY_SECS` old at most.
-
-
-# Longest time that `fetch` asks for others' counters.
-_FETCH_SECS = 2.0
-_JOIN_SECS = 2.0
-
-
-class SharedUsage:
-    """Posts this worker's counters until the program ends, and reads those of the others; any thread may call it.
-
-    Args:
-      agreement: of the workers.
-      sample: returns the counters of this process.
-    """
-
-    def __init__(self, agreement: Agreement, sample: Callable[[], Usage]) -> None:
-        self._agreement = agreement
-        self._sample = sample
-        self._lock = threading.Lock()
-        self._known: dict[str, Usage] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tfdist shared usage", daemon=True)
-        self._thread.start()
-        _forks.at_exit(self.close)
-
-    def close(self) -> None:
-        """Ends the thread: the service ends with the program."""
-        self._ended.set()
-        self._thread.join(_JOIN_SECS)
-
-    def fetch(self) -> dict[str, Usage]:
-        """Returns the counters of each worker that has posted some, by its name in reports."""
-        found: dict[str, Usage] = {}
-        until = time.monotonic() + _FETCH_SECS
-        for index, task in enumerate(self._agreement.tasks):
-            if task == self._agreement.task:
-                found[f"worker:{index}"] = self._sample()
-            # Each answer of a chief that hangs takes its own time limit.
-            elif not self._ended.is_set() and time.monotonic() < until:
-                text = self._agreement.peek(_usage_key(task))
-                if text is not None:
-                    found[f"worker:{index}"] = Usage.from_json(text)
-        with self._lock:
-            self._known |= found
-            return dict(sorted(self._known.items(), key=lambda each: int(each[0].partition(":")[2])))
-
-    def _run(self) -> None:
-        while True:
-            # Posting fails while the chief is away; the next sample has all that this one has.
-            with contextlib.suppress(Exception):
-                self._agreement.post(_usage_key(self._agreement.task), self._sample().to_json())
-            if self._ended.wait(usage.EVERY_SECS):
-                return
-
-
-def _usage_key(task: object) -> str:
-    return f"usage/{task}"

@@ -20,7 +20,6 @@ from tfdist.compat.tensorflow import collectives, context, inputs, replicas
 from tfdist.coordination import stalls
 from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.engines import agreement as agreements
-from tfdist.engines.agreement import SharedUsage
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.quorum import QuorumEngine, QuorumSums
 from tfdist.engines.warmup import WarmupEngine
@@ -250,9 +249,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution.on_close += [escape.uninstall, agreement.close]
         self.distribution.job = agreement.from_chief(lambda: secrets.token_hex(8), "naming the job")
         self.distribution.replicas = [agreement.tasks.index(agreement.task)]
-        usage = SharedUsage(agreement, self.distribution.own_usage)
-        self.distribution.usage = usage.fetch
-        self.distribution.on_close.append(usage.close)
+        agreement.share_usage(self.distribution.own_usage)
+        self.distribution.usage = agreement.usage
 
     def _check_devices(self, policy: Any) -> None:
         count = len(self.extended.worker_devices)
