@@ -239,13 +239,16 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(
             lambda: pairs().shard(2, index()).take(10).batch(4),
             r"remove x\[rank::n\] or dataset.shard.* another batch 0 on",
         ),
-        (lambda: NUMBERS[index() : 20 : 2], "another batch 0 on"),
+        (lambda: tf.data.Dataset.from_tensor_slices((NUMBERS[index() : 20 : 2],) * 2).batch(4), "another batch 0 on"),
     ):
         with pytest.raises(ValueError, match=f"^dataset: .*{message}"):
             doubling.fit(make(), verbose=0)
     for own in (NUMBERS[index() : 20 : 2], NUMBERS[index() :: 2]):
         with pytest.raises(ValueError, match=f"^dataset: .*another batch 0 on worker:{index()} than on worker:"):
             doubling.predict(own, verbose=0)
+    share = tf.data.Dataset.from_tensor_slices(NUMBERS[index() : 20 : 2]).batch(4)
+    with pytest.raises(ValueError, match=r"^dataset: .*another batch 0 on"):
+        next(iter(strategy.experimental_distribute_dataset(share)))
     # Keras shuffles arrays by the global seed.
     before = context.global_seed()
     tf.random.set_seed(index())
