@@ -152,7 +152,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks the tests that a class of `tests/conformance` inherits and calls slow."""
-    if getattr(item, "originalname", item.name) in getattr(getattr(item, "cls", None), "slow_tests", ()):
+    if getattr(item, "originalname", item.name) in getattr(getattr(item, "cls", None), "slow_tests", set)():
         item.add_marker(pytest.mark.slow)
 
 

@@ -13,6 +13,8 @@ import runpy
 import subprocess
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -39,17 +41,23 @@ _ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 # Tests that show each row of a table that says "works", by the row's first cell: functions, loops of guides, and names
 # of cases in tests/conformance/cases.py, which run under all strategies that don't leave them out.
-_FIT = ("sgd", "adam", "test_evaluate_and_predict_see_every_example_once")
-_DATA = ("dicts", "ragged", "from Python", "test_every_batch_of_a_generator_is_used_once")
-_VALIDATION = ("validation_split", "sample_weight", "class weights", "steps_per_epoch", "steps_per_execution")
-_UNEVEN = ("one example left", "fewer examples than replicas", "test_replicas_without_examples_leave_no_trace")
+_FIT = ("sum loss", "decay, ema", "test_evaluate_and_predict_see_every_example_once")
+_DATA = (
+    "dicts",
+    "ragged",
+    "test_each_example_is_trained_on_once_per_epoch",
+    "test_every_batch_of_a_generator_is_used_once",
+)
+_PARTS_OF_EPOCHS = "class weights, validation_split, steps_per_epoch"
+_VALIDATION = (_PARTS_OF_EPOCHS, "sample_weight", "steps_per_execution", "test_validation_data_are_read_exactly")
+_UNEVEN = ("one number, one over", "fewer examples than replicas", "test_replicas_without_examples_leave_no_trace")
 _SINGLE = ("test_steps_on_single_batches",)
 _CALLBACKS = ("test_callbacks_stop_schedule_save_and_restore",)
 _OWN_STEPS = ("step decorated", "step that assigns", "test_own_train_step_keeps_its_logs")
 _LOOPS = ("for_outside_of_a_graph", "next_until_the_end", "test_a_loop_over_distributed_data")
 _OPTIMIZERS = ("global_clipnorm", "decay, ema", "loss scale")
 _ACCUMULATION = ("accumulation, clipnorm, ema", "test_one_worker_trains_as_one_device_does")
-_EMBEDDING = ("embedding", "embedding, steps_per_execution")
+_EMBEDDING = ("embedding, clipnorm", "embedding, places")
 _PARTS = ("test_two_workers_of_two_devices_are_as_one_device", "test_each_part_computes_on_its_device")
 _BACKUP = (
     "test_a_straggler_is_not_waited_for_and_leaves_no_trace",
@@ -69,7 +77,7 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "docs/cluster.md": {"`evaluator`": ("test_an_evaluator_works_alone_whether_it_is_listed_or_not",)},
     "docs/parameter_averaging.md": {
         "steps_per_execution, steps_per_epoch, run_eagerly, validation_data, endless data, data of unknown length": (
-            *("steps_per_execution", "steps_per_epoch", "run_eagerly", "validation_split", "unknown length"),
+            *("steps_per_execution", "run_eagerly", _PARTS_OF_EPOCHS, "unknown length"),
         ),
         '`reduction="sum"`': ("sum loss, eagerly",),
         "`distribute_datasets_from_function`": ("test_each_replica_may_have_data_of_its_own",),
@@ -83,19 +91,19 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_predict_gives_each_example_its_own_in_order",
         ),
         "train_on_batch, test_on_batch, predict_on_batch": _SINGLE,
-        "steps_per_execution": (
-            "test_several_steps_per_execution",
-            "test_metrics_of_several_steps_are_those_of_one_device",
-        ),
+        "steps_per_execution": ("test_metrics_of_several_steps_are_those_of_one_device",),
         "ModelCheckpoint, BackupAndRestore, TensorBoard, CSVLogger": _CALLBACKS,
         ".keras files, weights, `model.export`, `tf.train.Checkpoint`": (
             *("models_saved", "models_exported", "checkpoints"),
-            "test_a_subclassed_model_is_built_by_its_data_and_loads_elsewhere",
         ),
         "own `train_step`, custom loops with `strategy.run`": ("test_a_model_with_steps_of_its_own", *_LOOPS),
         "gradient_accumulation_steps": ("test_an_update_is_made_of_the_gradients_of_one_worker",),
         "run_eagerly": ("test_run_eagerly_is_one_device_and_steps_see_values",),
-        "Embedding, recurrent layers, Dropout": (*_EMBEDDING, "LSTM", "test_normalization_dropout_and_embedding"),
+        "Embedding, recurrent layers, Dropout": (
+            *_EMBEDDING,
+            "recurrent, built from one example",
+            "test_normalization_dropout_and_embedding",
+        ),
         "`devices_per_replica`": ("test_each_part_computes_on_its_device",),
         "`distribute_datasets_from_function`": ("test_the_user_may_give_each_worker_its_own_data",),
         "operations of other packages (tensorflow-text)": (
@@ -132,9 +140,9 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "data of unknown length": ("unknown length", "test_the_unannounced_end_of_the_data_is_no_step"),
         "uneven last batches, fewer examples than replicas": _UNEVEN,
         "models without `call()`; layers, optimizers and seed generators first used in a step or a custom loop": (
-            *("step without call", "optimizer of its own", "seed generator", "loop, by name"),
+            *("step without call", "optimizer of its own", "seed generator", "batches_given_by_name"),
         ),
-        '`reduction="sum"` or `"none"` in a loss': ("sum loss", "sum loss, eagerly", "sum loss, even parts"),
+        '`reduction="sum"` or `"none"` in a loss': ("sum loss", "sum loss, eagerly"),
         "batch-level logs": (*_FIT, "test_own_train_step_keeps_its_logs"),
         "train_on_batch, test_on_batch, predict_on_batch": (*_SINGLE, "test_single_batches_train_all_workers"),
         "own `train_step`, `compute_loss`": (*_OWN_STEPS, "own compute_loss"),
@@ -187,6 +195,11 @@ def _blocks(page: pathlib.Path, language: str) -> list[str]:
 
 def _prose(page: pathlib.Path) -> str:
     return _BLOCK.sub("", _text(page))
+
+
+def _found(pattern: re.Pattern[str], text: Callable[[pathlib.Path], str] = _text) -> list[tuple[pathlib.Path, Any]]:
+    """All that matches on the pages, each with its page."""
+    return [(page, found) for page in PAGES for found in pattern.findall(text(page))]
 
 
 def _anchor(heading: str) -> str:
@@ -402,14 +415,7 @@ def test_the_quick_start_is_ten_lines(quick_start: str) -> None:
     assert len([line for line in quick_start.splitlines() if line.strip()]) <= 10
 
 
-# Programs of other tests are scripts.
-@pytest.mark.slow
-@pytest.mark.processes
-def test_the_quick_start_runs_as_a_script(quick_start: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "train.py").write_text(quick_start)
-    _assert_trained(_run(["train.py"], tmp_path))
-
-
+@pytest.mark.slow  # `test_launch_line_of_the_readme_runs_the_quick_start` has the same program.
 @pytest.mark.processes
 def test_the_quick_start_runs_when_pasted(quick_start: str, tmp_path: pathlib.Path) -> None:
     done = _run(["-i", "-q"], tmp_path, stdin=quick_start)
@@ -417,10 +423,10 @@ def test_the_quick_start_runs_when_pasted(quick_start: str, tmp_path: pathlib.Pa
     assert "SyntaxError" not in done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_id)
-def test_python_in_the_pages_can_be_compiled(page: pathlib.Path) -> None:
-    for code in _blocks(page, "python"):
-        compile(code, _id(page), "exec")
+def test_python_in_the_pages_can_be_compiled() -> None:
+    for page in PAGES:
+        for code in _blocks(page, "python"):
+            compile(code, _id(page), "exec")
 
 
 def test_the_cluster_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,9 +441,8 @@ def test_the_tf_config_example_is_one() -> None:
     tfdist.Cluster.from_tf_config(text).check_parameter_server()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_id)
-def test_what_is_linked_to_is_there(page: pathlib.Path) -> None:
-    for link in _LINK.findall(_prose(page)):
+def test_what_is_linked_to_is_there() -> None:
+    for page, link in _found(_LINK, _prose):
         if "://" in link:
             continue
         name, _, anchor = link.partition("#")
@@ -447,9 +452,8 @@ def test_what_is_linked_to_is_there(page: pathlib.Path) -> None:
             assert anchor in map(_anchor, _HEADING.findall(_text(target))), f"{_id(page)} links to {link}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_id)
-def test_names_in_the_pages_exist(page: pathlib.Path) -> None:
-    for dotted in _NAME.findall(_text(page)):
+def test_names_in_the_pages_exist() -> None:
+    for page, dotted in _found(_NAME):
         parts = dotted.strip(".").split(".")
         path = ROOT.joinpath("tfdist", *parts)
         is_module = path.is_dir() or path.with_suffix(".py").exists()
@@ -459,9 +463,8 @@ def test_names_in_the_pages_exist(page: pathlib.Path) -> None:
         )
 
 
-@pytest.mark.parametrize("page", [_ARCHITECTURE, ROOT / "CONTRIBUTING.md"], ids=_id)
-def test_paths_in_pages_for_developers_exist(page: pathlib.Path) -> None:
-    for path in _PATH.findall(_text(page)):
+def test_paths_in_pages_for_developers_exist() -> None:
+    for path in _PATH.findall(_text(_ARCHITECTURE) + _text(ROOT / "CONTRIBUTING.md")):
         # "engines/base.Engine" is a class in tfdist/engines/base.py.
         names = [f"{each}{ending}" for each in (path, path.rpartition(".")[0]) for ending in ("", ".py") if each]
         assert any((folder / name).exists() for folder in (ROOT, ROOT / "tfdist") for name in names), path
@@ -483,10 +486,9 @@ def _exists(dotted: str) -> bool:
     return found is not None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_id)
-def test_targets_of_make_exist(page: pathlib.Path) -> None:
+def test_targets_of_make_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for found in _MAKE.findall(_text(page)):
+    for page, found in _found(_MAKE):
         assert "".join(found) in targets, f"{_id(page)}: make {''.join(found)}"
 
 
@@ -509,18 +511,19 @@ def test_generated_page_has_every_flag_of_every_command() -> None:
     assert {command: set(_FLAG.findall(text)) - own for command, _, text in sections} == _flags_by_command()
 
 
-@pytest.mark.parametrize("page", sorted({*ROOT.glob("docs/*.md"), *ROOT.glob("docs/launching/*.md")}), ids=_id)
-def test_flags_in_tables_exist(page: pathlib.Path) -> None:
+def test_flags_in_tables_exist() -> None:
     values = flags.FlagValues()
     tfdist.flags.define_flags(values)
-    assert set(_FLAG.findall(_text(page))) <= set().union({*values, "flagfile", "help"}, *_flags_by_command().values())
+    known = set().union({*values, "flagfile", "help"}, *_flags_by_command().values())
+    for page in (*ROOT.glob("docs/*.md"), *ROOT.glob("docs/launching/*.md")):
+        assert set(_FLAG.findall(_text(page))) <= known, _id(page)
 
 
-@pytest.mark.parametrize("name", cli.LAUNCHERS)
-def test_pages_of_a_launcher_have_each_of_its_flags(name: str) -> None:
-    pages = [ROOT / "docs" / "launching.md", ROOT / "docs" / "launching" / f"{name}.md"]
-    text = " ".join(_text(page) for page in pages if page.exists())
-    assert [flag for flag in _flags_by_command()[f"launch {name}"] if not re.search(rf"--{flag}\b", text)] == []
+def test_pages_of_a_launcher_have_each_of_its_flags() -> None:
+    for name in cli.LAUNCHERS:
+        pages = [ROOT / "docs" / "launching.md", ROOT / "docs" / "launching" / f"{name}.md"]
+        text = " ".join(_text(page) for page in pages if page.exists())
+        assert [flag for flag in _flags_by_command()[f"launch {name}"] if not re.search(rf"--{flag}\b", text)] == []
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

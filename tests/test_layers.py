@@ -9,7 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import private_names
 import pytest
@@ -255,15 +255,15 @@ def _part_of(module: str) -> str:
     return next((part for part in parts if part in ARROWS), "__init__")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_imports_follow_the_arrows(path: pathlib.Path):
-    part = _part(path)
-    assert part != "__init__" or path.parent.name == "tfdist", f"{path.name} has no line in ARROWS"
-    imported = {_part_of(module) for module in _imported(path) if module.split(".")[0] == "tfdist"}
-    # Checks of arguments are everybody's.
-    allowed = {part, "_checks", *ARROWS[part]}
-    # Who may import "engines" may import each of them.
-    assert {each for each in imported if not {each, each.split(".")[0]} & allowed} == set()
+def test_imports_follow_the_arrows():
+    homeless = [_name(path) for path in MODULES if _part(path) == "__init__" and path.parent.name != "tfdist"]
+    assert not homeless, f"these have no line in ARROWS: {homeless}"
+    for path in MODULES:
+        imported = {_part_of(module) for module in _imported(path) if module.split(".")[0] == "tfdist"}
+        # Checks of arguments are everybody's.
+        allowed = {_part(path), "_checks", *ARROWS[_part(path)]}
+        # Who may import "engines" may import each of them.
+        assert {each for each in imported if not {each, each.split(".")[0]} & allowed} == set(), path
 
 
 def test_the_arrows_have_no_circle():
@@ -274,14 +274,18 @@ def test_the_arrows_have_no_circle():
         arrows = {part: needs for part, needs in arrows.items() if part not in lowest}
 
 
-@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "launch").rglob("*.py"))], ids=_name)
-def test_nothing_imports_experiments_launch_or_benchmarks(path: pathlib.Path):
-    assert not {module.split(".")[0] for module in _imported(path)} & {"experiments", "launch", "benchmarks", "tests"}
+def _importing(paths: Iterable[pathlib.Path], packages: Collection[str]) -> list[str]:
+    """Names of the files that import one of these."""
+    return [_name(path) for path in paths if not {each.split(".")[0] for each in _imported(path)}.isdisjoint(packages)]
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if _part(p) in WITHOUT_TENSORFLOW], ids=_name)
-def test_light_modules_name_no_tensorflow(path: pathlib.Path):
-    assert not {module.split(".")[0] for module in _imported(path)} & set(HEAVY)
+def test_nothing_imports_experiments_launch_or_benchmarks():
+    paths = [*MODULES, *(ROOT / "launch").rglob("*.py")]
+    assert _importing(paths, ("experiments", "launch", "benchmarks", "tests")) == []
+
+
+def test_light_modules_name_no_tensorflow():
+    assert _importing((path for path in MODULES if _part(path) in WITHOUT_TENSORFLOW), HEAVY) == []
 
 
 @pytest.mark.parametrize(("parts", "heavy"), [(WITHOUT_TENSORFLOW, HEAVY), (WITH_NUMPY, HEAVY[:2])])
@@ -293,10 +297,10 @@ def test_light_modules_import_without_tensorflow(parts: Collection[str], heavy: 
     assert not set(heavy) & set(done.stdout.split())
 
 
-@pytest.mark.parametrize("path", [p for f in FOLDERS for p in sorted((ROOT / f).rglob("*.py"))], ids=_name)
-def test_files_start_with_the_licence_and_say_what_they_are_for(path: pathlib.Path):
-    assert path.read_text(encoding="utf-8").startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    assert ast.get_docstring(_tree(path))
+def test_files_start_with_the_licence_and_say_what_they_are_for():
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        assert path.read_text(encoding="utf-8").startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+        assert ast.get_docstring(_tree(path)), path
 
 
 def _has_tests(path: pathlib.Path) -> bool:
@@ -316,10 +320,6 @@ def test_files_with_tests_are_named_so_that_they_run():
     assert len(others) > 10 and all(is_run.values()), is_run
 
 
-# What is below the public surface of TensorFlow and Keras is reached in compat/ only. Modules that name neither can't.
-BEHIND_THE_WALL = [path for path in MODULES if _part(path) not in ("compat", *WITHOUT_TENSORFLOW)]
-
-
 @functools.cache
 def _own_names() -> set[str]:
     return private_names.defined(_tree(path) for path in MODULES if _part(path) != "compat")
@@ -333,68 +333,70 @@ def _foreign_names() -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
-@pytest.mark.parametrize("path", BEHIND_THE_WALL, ids=_name)
-def test_private_names_are_reached_in_compat_only(path: pathlib.Path):
-    assert list(private_names.find(_tree(path), _own_names(), _foreign_names())) == []
+def test_private_names_are_reached_in_compat_only():
+    """What is below the public surface of TensorFlow and Keras. Modules that name neither can't."""
+    for path in MODULES:
+        if _part(path) not in ("compat", *WITHOUT_TENSORFLOW):
+            assert list(private_names.find(_tree(path), _own_names(), _foreign_names())) == [], path
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from tensorflow.python.eager import context",
-        "from tensorflow.python import tf2",
-        "import keras.src.backend",
-        "from keras import src\nsrc.backend",
-        "import tf_keras",
-        "def f():\n    from tensorflow.core.protobuf import config_pb2",
-        "frame = sys._getframe(1)",
-        "frame = inspect.currentframe()",
-        "caller = frame.f_back",
-        "model = frame.f_locals['self']",
-        "optimizer._trainable_variables",
-        "self.model._loss_tracker",
-        "self._theirs",
-        "getattr(optimizer, '_learning_rate', None)",
-        "hasattr(strategy.extended, '_num_workers')",
-        "variable._value",
-        "operation._add_control_input(other)",
-        "setattr(model, name, 1)",
-        "object.__setattr__(model, '_own', 1)",
-        "object.__delattr__(model, '_own')",
-        "vars(model)['train_step'] = step",
-        "del vars(model)['train_step']",
-        "vars(function).setdefault('_own', {})",
-        "model.__dict__['train_step'] = step",
-        "strategy.extended.colocate_vars_with = colocate",
-    ],
+_REACHING = (
+    "from tensorflow.python.eager import context",
+    "from tensorflow.python import tf2",
+    "import keras.src.backend",
+    "from keras import src\nsrc.backend",
+    "import tf_keras",
+    "def f():\n    from tensorflow.core.protobuf import config_pb2",
+    "frame = sys._getframe(1)",
+    "frame = inspect.currentframe()",
+    "caller = frame.f_back",
+    "model = frame.f_locals['self']",
+    "optimizer._trainable_variables",
+    "self.model._loss_tracker",
+    "self._theirs",
+    "getattr(optimizer, '_learning_rate', None)",
+    "hasattr(strategy.extended, '_num_workers')",
+    "variable._value",
+    "operation._add_control_input(other)",
+    "setattr(model, name, 1)",
+    "object.__setattr__(model, '_own', 1)",
+    "object.__delattr__(model, '_own')",
+    "vars(model)['train_step'] = step",
+    "del vars(model)['train_step']",
+    "vars(function).setdefault('_own', {})",
+    "model.__dict__['train_step'] = step",
+    "strategy.extended.colocate_vars_with = colocate",
 )
-def test_the_finder_finds_what_reaches_past_the_surface(source: str):
-    assert list(private_names.find(ast.parse(source), own={"_own"}, foreign={"_value"}))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import tensorflow as tf\nimport keras\nfrom keras import layers",
-        "from tensorflow.distribute import Strategy",
-        "self._own = other._own",
-        "engine._own()",
-        "self._value = 1\nprint(self._value)",
-        "super()._value",
-        "__version__, module.__file__",
-        "os._exit(1)\nsys._current_frames()",
-        "getattr(engine, '_own')",
-        "getattr(model, 'stop_training')",
-        "object.__setattr__(self, 'type', 1)",
-        "setattr(self, name, 1)\nself.__dict__['x'] = 1\nvars(self)['x'] = 1",
-        "class Own: ...\nsetattr(Own, 'name', 1)",
-        "name in vars(model)\nvars(model).get('name')\nvars(model)['name']",
-        "model.stop_training = True",
-        "call = strategy.extended.colocate_vars_with",
-    ],
+def test_the_finder_finds_what_reaches_past_the_surface():
+    for source in _REACHING:
+        assert list(private_names.find(ast.parse(source), own={"_own"}, foreign={"_value"})), source
+
+
+_PUBLIC = (
+    "import tensorflow as tf\nimport keras\nfrom keras import layers",
+    "from tensorflow.distribute import Strategy",
+    "self._own = other._own",
+    "engine._own()",
+    "self._value = 1\nprint(self._value)",
+    "super()._value",
+    "__version__, module.__file__",
+    "os._exit(1)\nsys._current_frames()",
+    "getattr(engine, '_own')",
+    "getattr(model, 'stop_training')",
+    "object.__setattr__(self, 'type', 1)",
+    "setattr(self, name, 1)\nself.__dict__['x'] = 1\nvars(self)['x'] = 1",
+    "class Own: ...\nsetattr(Own, 'name', 1)",
+    "name in vars(model)\nvars(model).get('name')\nvars(model)['name']",
+    "model.stop_training = True",
+    "call = strategy.extended.colocate_vars_with",
 )
-def test_the_finder_leaves_public_names_and_own_ones(source: str):
-    assert list(private_names.find(ast.parse(source), own={"_own", "_value"}, foreign={"_value"})) == []
+
+
+def test_the_finder_leaves_public_names_and_own_ones():
+    for source in _PUBLIC:
+        assert list(private_names.find(ast.parse(source), own={"_own", "_value"}, foreign={"_value"})) == [], source
 
 
 def test_the_finder_knows_what_modules_define():
@@ -442,13 +444,13 @@ def test_type_checkers_see_the_public_names_too():
     assert seen == _assigned(ROOT / "tfdist" / "__init__.py", "MODULE_OF")
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if _assigned(p, "__all__") is not None], ids=_name)
-def test_all_lists_what_the_module_makes_public(path: pathlib.Path):
-    listed = set(_assigned(path, "__all__"))
-    functions_and_classes = {node.name for node in _tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    public = {name for name in functions_and_classes if not name.startswith("_")}
-    homes = _assigned(path, "MODULE_OF") or {}
-    assert public <= listed <= _bound(path) | homes.keys()
+def test_all_lists_what_the_module_makes_public():
+    for path in MODULES:
+        if (listed := _assigned(path, "__all__")) is not None:
+            nodes = [node for node in _tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+            homes = _assigned(path, "MODULE_OF") or {}
+            public = {node.name for node in nodes if not node.name.startswith("_")}
+            assert public <= set(listed) <= _bound(path) | homes.keys(), path
 
 
 def test_an_unknown_public_name_says_which():
@@ -456,13 +458,8 @@ def test_an_unknown_public_name_says_which():
         tfdist.NoSuchName  # noqa: B018
 
 
-# Folders whose modules don't import each other in a circle.
-WITHOUT_CIRCLES = ("tfdist.engines",)
-
-
-@pytest.mark.parametrize("package", WITHOUT_CIRCLES)
-def test_the_modules_of_a_folder_have_no_circle(package: str):
-    paths = {_module(path): path for path in MODULES if _module(path).startswith(f"{package}.")}
+def test_engines_do_not_import_each_other_in_a_circle():
+    paths = {_module(path): path for path in MODULES if _module(path).startswith("tfdist.engines.")}
     needs = {module: _modules_imported(path, paths.keys()) - {module} for module, path in paths.items()}
     while needs:
         lowest = {module for module, imported in needs.items() if not imported & needs.keys()}
@@ -486,13 +483,13 @@ def _written_streams(path: pathlib.Path) -> set[str]:
     return {call for call in calls if call in ("print", "sys.stdout.write", "sys.stderr.write")}
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if _module(path) != "tfdist._log"], ids=_name)
-def test_lines_to_the_user_are_logged_behind_one_prefix(path: pathlib.Path):
-    assert not re.search(r"""["']tfdist: """, path.read_text(encoding="utf-8"))
-    allowed = {"sys.stdout.write"} if _part(path).split(".")[0] in _COMMANDS else set()
-    # The script of `tfdist profile` runs in the same process and may configure logging.
-    allowed |= {"sys.stderr.write"} if _part(path) == "planning.profile_command" else set()
-    assert _written_streams(path) <= allowed
+def test_lines_to_the_user_are_logged_behind_one_prefix():
+    for path in (path for path in MODULES if _module(path) != "tfdist._log"):
+        assert not re.search(r"""["']tfdist: """, path.read_text(encoding="utf-8")), path
+        allowed = {"sys.stdout.write"} if _part(path).split(".")[0] in _COMMANDS else set()
+        # The script of `tfdist profile` runs in the same process and may configure logging.
+        allowed |= {"sys.stderr.write"} if _part(path) == "planning.profile_command" else set()
+        assert _written_streams(path) <= allowed, path
 
 
 # How the package is cut. These go down, not up: a file that one other file imports belongs into that file, unless it is

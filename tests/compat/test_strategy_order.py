@@ -77,53 +77,6 @@ def test_a_mirrored_strategy_that_trained_first_says_which_line_to_move(tmp_path
     assert "the parameter servers trained" in output
 
 
-@pytest.mark.slow  # `test_embedded.py` closes one, and another follows.
-def test_parameter_server_closed_makes_room_for_other_strategies(tmp_path: pathlib.Path) -> None:
-    """Closes a strategy as a notebook does. Models of the first strategy that are still alive don't matter."""
-    script = """
-    import threading
-    first = parameter_server()
-    made = trains(first)
-    assert (str(tfdist.task()), tfdist.is_chief(), tfdist.num_workers()) == ("chief:0", True, 1)
-    try:
-        parameter_server()
-    except RuntimeError as error:
-        print("refused:", error)
-    print(first)
-    first.close()
-    first.close()
-    print(first)
-    assert (str(tfdist.task()), tfdist.is_chief(), tfdist.num_workers()) == ("worker:0", True, 1)
-    assert "accepted" in str(first.report())
-    for call in (lambda: made.fit(DATA), lambda: made.predict(X), made.get_weights, lambda: model(first)):
-        try:
-            call()
-        except RuntimeError as error:
-            assert "this strategy is closed" in str(error), error
-        else:
-            raise AssertionError("no error")
-    second = tfdist.ParameterServerStrategy(num_workers=1, num_ps=1, policies=[tfdist.BackupWorkers(spares=0)])
-    print(second)
-    trains(second)
-    second.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("tfdist"):
-            thread.join(30)
-            assert not thread.is_alive(), thread.name
-    trains(mirrored())
-    trains(tf.distribute.get_strategy())
-    print("all of them trained")
-    """
-    output = run(script.replace("\n    ", "\n"), tmp_path)
-    shown = "<tfdist.ParameterServerStrategy task=chief:0 workers=1 ps=1 policies=["
-    assert f"{shown}]>" in output
-    assert f"{shown}] closed>" in output
-    assert f"{shown}BackupWorkers(spares=0)]>" in output
-    assert "refused: A program can have one ParameterServerStrategy at a time" in output
-    assert "restart the kernel" in output
-    assert "all of them trained" in output
-
-
 def test_variables_made_first_say_which_line_to_move(tmp_path: pathlib.Path) -> None:
     """TensorFlow would read them and lose what is written to them."""
     script = """

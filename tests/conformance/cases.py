@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,9 +30,13 @@ from tfdist.step import gradients
 LAYERS = keras.layers
 CASES: dict[str, Callable[[Any, pathlib.Path], Any]] = {}
 BOTH = ["evaluate", "predict"]
+# For what goes on from one epoch to the next.
+TWO_EPOCHS = {"epochs": 2}
 
 
 def _add(name: str, optimizer: Callable[[], Any], **options: Any) -> None:
+    """Adds a training of one epoch, unless `fit` has more."""
+    options["fit"] = {"epochs": 1, **options.get("fit", {})}
     CASES[name] = lambda strategy, directory: training.trained(strategy, optimizer, **dict(options))
 
 
@@ -52,28 +55,24 @@ def _case(name: str, *arguments: Any) -> Callable[[Callable[..., Any]], Callable
 
 # Optimizers.
 
-_add("sgd", lambda: OPTIMIZERS.SGD(0.1))
-_add("adam", lambda: OPTIMIZERS.Adam(0.01))
 _add("global_clipnorm", lambda: OPTIMIZERS.SGD(0.1, global_clipnorm=0.01))
-_add("decay, ema", lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, use_ema=True, clipvalue=0.01))
-_add("ema overwrites", lambda: OPTIMIZERS.SGD(0.1, use_ema=True, ema_overwrite_frequency=5))
+_add("decay, ema", lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, use_ema=True, clipvalue=0.01), fit=TWO_EPOCHS)
 _add(
     "accumulation, clipnorm, ema",
     lambda: OPTIMIZERS.SGD(0.1, clipnorm=0.05, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3),
+    fit=TWO_EPOCHS,
 )
 _add("loss scale", lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01, clipnorm=0.1)))
 _add(
     "loss scale, accumulation",
     lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1, gradient_accumulation_steps=2)),
+    fit=TWO_EPOCHS,
 )
 
 
 # Gradient transforms.
 
-TRANSFORMS = (
-    *("transforms, clip after the sum", "transforms, clip rows after the sum"),
-    *("transforms, identity", "transforms, identity, rows"),
-)
+TRANSFORMS = ("transforms, clip after the sum", "transforms, clip rows after the sum", "transforms, identity, rows")
 
 
 @contextlib.contextmanager
@@ -108,14 +107,13 @@ def _clip_rows_after_the_sum(strategy: Any) -> Any:
     return _clipped(strategy, **_rows, steps_per_execution=4)
 
 
-@_case(TRANSFORMS[2], False)
-@_case(TRANSFORMS[3], True)
-def _identity(strategy: Any, has_rows: bool) -> Any:
+@_case(TRANSFORMS[2])
+def _identity(strategy: Any) -> Any:
     """Returns 1.0 if the weights are those of training without transforms, to the bit."""
     found = []
     for places in ((), tfdist.transforms.PLACES):
         with _with_transforms(strategy, *(tfdist.transforms.identity(each) for each in places)):
-            found.append(training.trained(strategy, lambda: OPTIMIZERS.SGD(0.1), **(_rows if has_rows else {})))
+            found.append(training.trained(strategy, lambda: OPTIMIZERS.SGD(0.1), **_rows))
     without, with_identity = found
     same = [np.array_equal(*pair) for pair in zip(without[0], with_identity[0], strict=True)]
     return float(all(same)), with_identity
@@ -173,37 +171,22 @@ def _compiled_outside(strategy: Any) -> Any:
 _sgd = functools.partial(_add, optimizer=lambda: OPTIMIZERS.SGD(0.1))
 _sgd("steps_per_execution", steps_per_execution=4, calls=BOTH)
 _sgd("run_eagerly", run_eagerly=True, calls=BOTH)
-_sgd("validation_split", fit={"validation_split": 0.2})
-_sgd("steps_per_epoch", fit={"steps_per_epoch": 3})
 _sgd("sample_weight", fit={"sample_weight": np.linspace(0, 2, 45, dtype=np.float32)})
-_sgd("fewer examples than replicas", fit={"batch_size": 1, "epochs": 1}, calls=BOTH)
-_sgd("fewer examples than replicas, eagerly", fit={"batch_size": 1, "epochs": 1}, run_eagerly=True, calls=BOTH)
-_sgd("one example left", data=(X[:9], Y[:9]), fit={"validation_data": (X, Y)})
-_sgd("batches of one size", fit={"batch_size": 9}, calls=BOTH)
-for _name, _count, _options in (
-    ("sum loss", 45, {"calls": BOTH}),
-    ("sum loss, even parts", 40, {}),
-    ("sum loss, eagerly", 45, {"run_eagerly": True}),
-):
-    _sum = keras.losses.MeanSquaredError(reduction="sum")
-    _add(_name, lambda: OPTIMIZERS.SGD(0.01), loss=_sum, data=(X[:_count], Y[:_count]), **_options)
+_sgd("fewer examples than replicas", fit={"batch_size": 1}, calls=BOTH)
+_sgd("fewer examples than replicas, eagerly", fit={"batch_size": 1}, run_eagerly=True, calls=BOTH)
+for _name, _options in (("sum loss", {"calls": BOTH}), ("sum loss, eagerly", {"run_eagerly": True})):
+    _add(_name, lambda: OPTIMIZERS.SGD(0.01), loss=keras.losses.MeanSquaredError(reduction="sum"), **_options)
 
 
-def _through_python(x: tf.Tensor, y: tf.Tensor) -> Any:
-    return tf.ensure_shape(tf.py_function(lambda x: x, [x], x.dtype), x.shape), y
-
-
-@_case("unknown length", lambda data: data.filter(lambda x, y: True), 1)
+@_case("unknown length", 1)
 # The last two of six batches are an execution, too.
-@_case("unknown length, steps_per_execution", lambda data: data.filter(lambda x, y: True), 4)
-@_case("unknown length, whole executions", lambda data: data.filter(lambda x, y: True), 3)
-@_case("from Python", lambda data: data.map(_through_python), 1)
-def _piped(strategy: Any, change: Callable[[Any], Any], steps_per_execution: int) -> Any:
+@_case("unknown length, steps_per_execution", 4)
+def _unknown_length(strategy: Any, steps_per_execution: int) -> Any:
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = training.dense_model()
         model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
-    data = change(tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(8)))
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(8)).filter(lambda x, y: True)
     history = model.fit(data, epochs=2, verbose=0).history
     return history, model.get_weights(), model.evaluate(data, verbose=0)
 
@@ -225,15 +208,15 @@ def _no_batches(strategy: Any) -> list[Any]:
 
 # Models and data.
 
+
 _add(
-    "class weights",
+    "class weights, validation_split, steps_per_epoch",
     lambda: OPTIMIZERS.SGD(0.1),
     model=lambda: keras.Sequential([keras.Input((3,)), LAYERS.Dense(1, "sigmoid")]),
     data=(X, RANDOM.integers(0, 2, (45,))),
     loss="binary_crossentropy",
     metrics=["accuracy", "auc"],
-    fit={"class_weight": {0: 1.0, 1: 3.0}},
-    calls=BOTH,
+    fit={"class_weight": {0: 1.0, 1: 3.0}, "validation_split": 0.2, "steps_per_epoch": 2},
 )
 
 
@@ -242,9 +225,7 @@ def _embedding() -> keras.Model:
 
 
 _rows = {"model": _embedding, "data": (RANDOM.integers(0, 5, (45, 4)), Y)}
-_add("embedding", lambda: OPTIMIZERS.SGD(0.1), **_rows)
 # Within one execution of several steps, the last batch has fewer rows than those before.
-_add("embedding, steps_per_execution", lambda: OPTIMIZERS.SGD(0.1), steps_per_execution=4, **_rows)
 _add("embedding, clipnorm", lambda: OPTIMIZERS.Adam(0.01, clipnorm=0.1), steps_per_execution=4, **_rows)
 
 
@@ -289,29 +270,13 @@ _TWO_ENDS = (
     {"first": X, "second": RANDOM.random((45, 2), np.float32)},
     {"sum": Y, "kind": RANDOM.integers(0, 4, (45,))},
 )
-# In 40 examples all batches are even.
-for _name, _count in (("dicts", 45), ("dicts, even parts", 40)):
-    _sgd(
-        _name,
-        model=training.two_ends,
-        data=tuple({key: part[:_count] for key, part in each.items()} for each in _TWO_ENDS),
-        loss={"sum": "mse", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
-        metrics={"sum": ["mae"], "kind": ["accuracy"]},
-        calls=BOTH,
-    )
-
-
-def _constrained() -> keras.Model:
-    first = LAYERS.Dense(4, kernel_regularizer="l2", kernel_constraint="non_neg")
-    return keras.Sequential([keras.Input((3,)), first, LAYERS.Dense(1)])
-
-
-_add("constraint", lambda: OPTIMIZERS.SGD(0.1), model=_constrained)
-_add(
-    "constraint, sum loss",
-    lambda: OPTIMIZERS.SGD(0.01),
-    model=_constrained,
-    loss=keras.losses.MeanSquaredError(reduction="sum"),
+_sgd(
+    "dicts",
+    model=training.two_ends,
+    data=_TWO_ENDS,
+    loss={"sum": "mse", "kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+    metrics={"sum": ["mae"], "kind": ["accuracy"]},
+    calls=BOTH,
 )
 
 
@@ -324,7 +289,7 @@ _add(
     lambda: OPTIMIZERS.SGD(0.1),
     model=_recurrent,
     data=(X[:5], Y[:5]),
-    fit={"batch_size": 1, "epochs": 1},
+    fit={"batch_size": 1},
 )
 
 
@@ -332,28 +297,19 @@ def _masked() -> keras.Model:
     return keras.Sequential([keras.Input((3,)), own_models.Masked(), LAYERS.Dense(1)])
 
 
-def _normalized() -> keras.Model:
-    dense = LAYERS.SpectralNormalization(LAYERS.Dense(8))
-    return keras.Sequential([keras.Input((3,)), dense, LAYERS.Dense(1)])
-
-
 _add("mask", lambda: OPTIMIZERS.SGD(0.005), model=_masked, metrics=None)
-_add("spectral normalization", lambda: OPTIMIZERS.SGD(0.005), model=_normalized, metrics=None)
 
 # The last batch of 4 has one example, for two replicas.
 SEQUENCES = RANDOM.random((9, 5, 2), np.float32)
 
 
-@_case("LSTM", lambda: LAYERS.LSTM(3))
-@_case("GRU, both directions", lambda: LAYERS.Bidirectional(LAYERS.GRU(3, return_sequences=True)))
-@_case("ConvLSTM", lambda: keras.Sequential([LAYERS.Reshape((5, 2, 1)), LAYERS.ConvLSTM1D(2, 1)]))
-@_case("convolution", lambda: keras.Sequential([LAYERS.Conv1D(3, 2), LAYERS.Conv1DTranspose(2, 2)]))
-@_case("NaN of zeros, sum loss", lambda: keras.Sequential([own_models.Direction(), LAYERS.Conv1D(3, 2)]), "sum")
-def _sequences(strategy: Any, layer: Callable[[], Any], reduction: str = "sum_over_batch_size") -> list[Any]:
+@_case("NaN of zeros, sum loss")
+def _sequences(strategy: Any) -> list[Any]:
     keras.utils.set_random_seed(3)
+    layers = [own_models.Direction(), LAYERS.Conv1D(3, 2), LAYERS.Flatten(), LAYERS.Dense(1)]
     with strategy.scope():
-        model = keras.Sequential([keras.Input((5, 2)), layer(), LAYERS.Flatten(), LAYERS.Dense(1)])
-        model.compile("adam", keras.losses.MeanSquaredError(reduction), metrics=["mae"])
+        model = keras.Sequential([keras.Input((5, 2)), *layers])
+        model.compile("adam", keras.losses.MeanSquaredError("sum"), metrics=["mae"])
     x, y = SEQUENCES, Y[:9]
     fit = model.fit(x, y, batch_size=batch_size(4), epochs=2, shuffle=False, verbose=0, validation_data=(x[:5], y[:5]))
     return [
@@ -428,27 +384,6 @@ def _resumed(strategy: Any, directory: pathlib.Path) -> Any:
     return history, resume.step, int(model.optimizer.iterations.numpy()), model.get_weights()
 
 
-@_case("restored before it is built")
-def _restored_early(strategy: Any, directory: pathlib.Path) -> list[Any]:
-    def made() -> keras.Model:
-        with strategy.scope():
-            model = keras.Sequential([LAYERS.Dense(4), LAYERS.Dense(1)])
-            model.compile(OPTIMIZERS.Adam(0.01), "mse")
-        return model
-
-    def fitted(model: keras.Model) -> list[Any]:
-        history = model.fit(X, Y, batch_size=batch_size(8), shuffle=False, verbose=0).history
-        return [history, model.get_weights()]
-
-    keras.utils.set_random_seed(3)
-    model, restored, predicting = made(), made(), made()
-    first = fitted(model)
-    path = tf.train.Checkpoint(model=model).save(directory / "checkpoint")
-    for other in (restored, predicting):
-        tf.train.Checkpoint(model=other).restore(path).expect_partial()
-    return [first, fitted(restored), int(restored.optimizer.iterations), predicting.predict(X, verbose=0)]
-
-
 @_case("restored with its optimizer before it is built")
 def _restored_with_optimizer(strategy: Any, directory: pathlib.Path) -> list[Any]:
     def made() -> keras.Model:
@@ -479,20 +414,16 @@ def _restored_with_optimizer(strategy: Any, directory: pathlib.Path) -> list[Any
 _own = functools.partial(_sgd, metrics=None)
 SIZES = {"one over": 8, "fewer examples than replicas": 1}
 for _words, _size in SIZES.items():
-    _fit = {"batch_size": _size, "epochs": 1}
-    for _step in (own_models.mean_by_hand, own_models.of_keras, own_models.of_both, own_models.average_by_tensorflow):
-        _options: dict[str, Any] = {}
-        if _step is own_models.average_by_tensorflow and _size == 8:
-            # It divides by the size of the batch that a replica has, times their number.
-            _options["data"] = (X[:40], Y[:40])
-        _own(f"step {_step.__name__}, {_words}", model=own_models.stepping(_step), fit=_fit, **_options)
-    _own(f"step tracked by other names, {_words}", model=own_models.Named, fit=_fit)
-    _own(f"step tracked, {_words}", model=own_models.stepping(own_models.tracked), fit=_fit)
+    _fit = {"batch_size": _size}
+    _own(f"step mean_by_hand, {_words}", model=own_models.stepping(own_models.mean_by_hand), fit=_fit)
+for _step in (own_models.of_keras, own_models.of_both, own_models.average_by_tensorflow, own_models.tracked):
+    # TensorFlow divides by the size of the batch that a replica has, times their number.
+    _count = 40 if _step is own_models.average_by_tensorflow else 45
+    _own(f"step {_step.__name__}", model=own_models.stepping(_step), data=(X[:_count], Y[:_count]))
+_own("step tracked by other names", model=own_models.Named)
 _own("step decorated", model=own_models.Decorated, calls=["evaluate"])
-_own("step tracked by other names, even parts", model=own_models.Named, data=(X[:40], Y[:40]), fit={"epochs": 1})
-_own("step reads losses after its update", model=own_models.LossesAfterUpdate, fit={"epochs": 1})
 _own("step with slices", model=own_models.Slices)
-_own("step that assigns", model=own_models.stepping(own_models.by_hand), fit={"epochs": 1})
+_own("step that assigns", model=own_models.stepping(own_models.by_hand))
 _own("functions around those of Keras", model=own_models.FunctionsAroundKeras, calls=BOTH)
 _own("own functions", model=own_models.OwnFunctions, calls=BOTH)
 _own("own functions, step decorated", model=own_models.DecoratedInOwnFunctions, calls=["evaluate"])
@@ -589,11 +520,10 @@ class _Halves(keras.Model):
         return {"loss": loss}
 
 
-@_case("parts of two sizes, known", True)
-@_case("parts of two sizes, unknown", False)
-def _two_sizes(strategy: Any, is_known: bool) -> list[Any]:
-    labelled = tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(4, drop_remainder=is_known)
-    unlabelled = tf.data.Dataset.from_tensor_slices(X[:40]).batch(8, drop_remainder=is_known)
+@_case("parts of two sizes")
+def _two_sizes(strategy: Any) -> list[Any]:
+    labelled = tf.data.Dataset.from_tensor_slices((X[:20], Y[:20])).batch(4)
+    unlabelled = tf.data.Dataset.from_tensor_slices(X[:40]).batch(8)
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = _Halves()
@@ -606,14 +536,13 @@ def _two_sizes(strategy: Any, is_known: bool) -> list[Any]:
 # Losses of users' code, and penalties.
 
 _LOSSES = {
-    "one number": own_models.one_number,
-    "one number, tf.function": tf.function(own_models.one_number),
-    "one per example": own_models.one_per_example,
-    "one number of a class": own_models.OneNumber(),
+    "one number, one over": (own_models.one_number, 8),
+    "one number, fewer examples than replicas": (own_models.one_number, 1),
+    "one per example": (own_models.one_per_example, 8),
+    "one number of a class": (own_models.OneNumber(), 8),
 }
-for _words, _size in SIZES.items():
-    for _name, _loss in _LOSSES.items():
-        _sgd(f"loss {_name}, {_words}", loss=_loss, fit={"batch_size": _size, "epochs": 1}, calls=["evaluate"])
+for _name, (_loss, _size) in _LOSSES.items():
+    _sgd(f"loss {_name}", loss=_loss, fit={"batch_size": _size}, calls=["evaluate"])
 
 
 @_case("loss beside one of Keras")
@@ -629,31 +558,29 @@ def _two_losses(strategy: Any) -> list[Any]:
 
 
 def _penalized() -> keras.Model:
-    first = LAYERS.Dense(8, activity_regularizer="l2", kernel_regularizer="l1")
+    first = LAYERS.Dense(8, activity_regularizer="l2", kernel_regularizer="l1", kernel_constraint="non_neg")
     return keras.Sequential([keras.Input((3,)), first, own_models.Penalty(), LAYERS.Dense(1)])
 
 
-for _reduction in ("sum", "sum_over_batch_size"):
-    for _count, _words in ((45, "uneven"), (41, "one example left")):
-        _add(
-            f"penalties, {_reduction}, {_words}",
-            lambda: OPTIMIZERS.SGD(0.01),
-            model=_penalized,
-            loss=keras.losses.MeanSquaredError(reduction=_reduction),
-            data=(X[:_count], Y[:_count]),
-            fit={"epochs": 1},
-            calls=["evaluate"],
-        )
+# 45 examples leave an uneven batch, 41 one example.
+for _reduction, _count in (("sum", 45), ("sum_over_batch_size", 41)):
+    _add(
+        f"penalties, {_reduction}",
+        lambda: OPTIMIZERS.SGD(0.01),
+        model=_penalized,
+        loss=keras.losses.MeanSquaredError(reduction=_reduction),
+        data=(X[:_count], Y[:_count]),
+        calls=["evaluate"],
+    )
 
 
-@_case("losses of layers alone", False)
-@_case("losses of layers alone, eagerly", True)
-def _added_losses(strategy: Any, run_eagerly: bool) -> list[Any]:
+@_case("losses of layers alone")
+def _added_losses(strategy: Any) -> list[Any]:
     keras.utils.set_random_seed(3)
     with strategy.scope():
         x, targets = keras.Input((3,), name="x"), keras.Input((1,), name="targets")
         model = keras.Model([x, targets], own_models.Endpoint()(LAYERS.Dense(1)(x), targets))
-        model.compile(OPTIMIZERS.Adam(0.01), run_eagerly=run_eagerly)
+        model.compile(OPTIMIZERS.Adam(0.01))
     data = {"x": X[:40], "targets": Y[:40]}
     history = model.fit(data, batch_size=batch_size(8), epochs=2, shuffle=False, verbose=0).history
     return [history, model.evaluate(data, batch_size=8, verbose=0), model.get_weights()]
@@ -669,22 +596,15 @@ _first = {
     "seeds from outside": (first_call_models.fitted_with_seeds_from_outside,),
     "without a seed": (first_call_models.fitted_without_seeds, False),
     "without a seed, drawn before": (first_call_models.fitted_without_seeds, True),
-    "loop": (first_call_models.looped, False),
-    "loop, built": (first_call_models.looped, True),
-    "loop, by name": (first_call_models.looped, False, True),
+    "loop": (first_call_models.looped,),
 }
 for _words, (_function, *_arguments) in _first.items():
     _case(f"first call, {_words}", *_arguments)(_function)
-for _words in ("eager", "traced"):
-    _case(f"first call, no run, {_words}", _words == "traced")(
-        lambda strategy, is_traced: first_call_models.looped_without_run(strategy, is_traced)[0]
-    )
-_options = ({}, {"gradient_accumulation_steps": 2}, {"use_ema": True, "weight_decay": 0.1})
-for _words, _given in zip(("plain", "accumulation", "ema, decay"), _options, strict=True):
-    _case(f"no run, optimizer alone, {_words}", _given)(first_call_models.updated)
-for _scope, _graph, _scale in itertools.product(("in scope", "out of it"), ("graph", "eager"), ("", ", loss scale")):
-    _plain = (_scope == "in scope", _graph == "graph", bool(_scale))
-    _case(f"no run, {_scope}, {_graph}{_scale}", *_plain)(first_call_models.plainly_looped)
+_case("first call, no run", True)(lambda *given: first_call_models.looped_without_run(*given)[0])
+_case("no run, optimizer alone")(first_call_models.updated)
+# (in scope, in a graph, scaled)
+for _words, _plain in {"in scope, graph, loss scale": (True, True, True), "out of it, eager": (False, False)}.items():
+    _case(f"no run, {_words}", *_plain)(first_call_models.plainly_looped)
 
 # Loops as guides write them.
 
@@ -694,41 +614,24 @@ for _name in guide_loops.NAMES:
 
 # Loops, and variables that a first call makes.
 IN_LOOPS = LOOPS | {name for name in CASES if name.startswith(("first call", "no run"))}
-
-# Cases that show again what others show: two sizes, or two kinds, at a time are enough for each kind of code.
-# `test_cases.py` says where `make test` runs every other case.
-REPEATED = frozenset(
-    {
-        *("fewer examples than replicas", "batches of one size", "constraint", "constraint, sum loss"),
-        *("GRU, both directions", "penalties, sum, one example left", "penalties, sum_over_batch_size, uneven"),
-        *(f"step {step}, fewer examples than replicas" for step in ("of_keras", "of_both")),
-        *(
-            f"loss {loss}, fewer examples than replicas"
-            for loss in ("one number, tf.function", "one per example", "one number of a class")
-        ),
-        *("one example left", "unknown length, whole executions", "sum loss, eagerly"),
-        *("sum loss, even parts", "dicts, even parts"),
-        # Parts of other optimizers, executions and layers in this list.
-        *("sgd", "ema overwrites", "loss scale", "embedding, steps_per_execution", "ConvLSTM"),
-        *(f"step tracked by other names, {size}" for size in (*SIZES, "even parts")),
-        *("unknown length", "embedding", "step of_both, one over"),
-        *("first call, loop, built", "first call, loop, by name", "first call, no run, eager"),
-        *(f"step {step}, fewer examples than replicas" for step in ("tracked", "average_by_tensorflow")),
-        *("no run, in scope, graph", "no run, in scope, eager", "no run, out of it, graph"),
-        # Adam is in "embedding, clipnorm", the same losses are there in a graph, weights of classes come as
-        # "sample_weight", and the data are split before they come to a strategy.
-        *("adam", "losses of layers alone, eagerly", "class weights", "validation_split"),
-        # "recurrent, built from one example" has an LSTM, and others assign, have losses and restore in a harder way.
-        *("LSTM", "spectral normalization", "step reads losses after its update", "restored before it is built"),
-        # "NaN of zeros, sum loss" has a convolution, "fewer examples than replicas, eagerly" runs eagerly, and a rows'
-        # case has dense layers, too.
-        *("convolution", "run_eagerly", "transforms, clip after the sum", "transforms, identity"),
-        # The length is known in both. A loss is found whether it is a function of Python or of TensorFlow.
-        *("parts of two sizes, known", "loss one number, tf.function, one over"),
-        # Keras counts the steps, and a batch is a batch wherever it was made.
-        *("steps_per_epoch", "from Python"),
-        # Scaled gradients go the same way wherever the step is.
-        *("loop, loss_scaling", *(name for name in CASES if name.startswith("no run") and "scale" in name)),
-    }
-    - {"no run, in scope, graph, loss scale"}
-)
+# In no suite of `make test`: each is as another that is, but for a detail. `test_cases.py` holds the list.
+SLOW = {
+    # `TestBackupWorkers` and `TestSpanningDevices` clip a sum and scale losses in a case of more.
+    *("global_clipnorm", "loss scale"),
+    # Steps and losses of users' code, of which one of each kind is enough.
+    *("step of_keras", "step tracked", "step decorated", "step that assigns", "functions around those of Keras"),
+    *("step mean_by_hand, fewer examples than replicas", "own compute_loss", "loss one number of a class"),
+    *("loss one per example", "penalties, sum", "penalties, sum_over_batch_size"),
+    # First calls and loops, by the same ways to a batch and to an optimizer as others.
+    *("first call, optimizer of its own", "first call, layer with Trainer", "first call, without a seed, drawn before"),
+    *("first call, no run", "no run, out of it, eager"),
+    *(
+        f"loop, {name}"
+        for name in (
+            *("for_outside_of_a_traced_step", "enumerated_data_set", "batches_given_by_name"),
+            *("one_batch_again_and_again", "seed_generators_made_outside_of_the_scope", "weights_set_within_the_loop"),
+            *("train_step_of_keras_given_to_run", "saved_models", "optional_outside_of_a_graph"),
+            *("signature_of_the_data_set", "iterator_made_in_a_graph", "models_exported"),
+        )
+    ),
+}

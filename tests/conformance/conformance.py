@@ -54,34 +54,40 @@ class Numbers:
     Attributes:
       only: names of cases, if the strategy promises no others.
       left_out: names of cases that the strategy does not promise.
-      slow: names of cases that show again what others show.
-      quick: names of all cases that do not; if it is given, `slow` is not.
-      slow_tests: names of tests that show again what others show; `tests/conftest.py` marks them.
+      quick: names of the cases of `make test`; by default all. The other cases are slow.
+      quick_tests: names of the tests beside them that are in `make test`; by default all. `tests/conftest.py` marks
+        the others.
     """
 
     only: frozenset[str] | None = None
     left_out: frozenset[str] = frozenset()
-    slow: frozenset[str] = frozenset()
     quick: frozenset[str] | None = None
-    slow_tests: frozenset[str] = frozenset()
+    quick_tests: frozenset[str] | None = None
 
     @classmethod
     def cases(cls) -> dict[str, bool]:
         """Returns the cases that the strategy must pass, each with True if it is slow."""
         promised = (CASES.keys() if cls.only is None else cls.only) - cls.left_out
-        slow = cls.slow if cls.quick is None else promised - cls.quick
-        unknown = (promised | cls.left_out | slow | (cls.quick or frozenset())) - CASES.keys()
+        quick = promised if cls.quick is None else cls.quick
+        unknown = (promised | cls.left_out | quick) - CASES.keys()
         assert not unknown, unknown
-        return {case: case in slow for case in CASES if case in promised}
+        return {case: case not in quick for case in CASES if case in promised}
+
+    @classmethod
+    def slow_tests(cls) -> set[str]:
+        """Returns names of the tests that are slow."""
+        tests = {name for name in dir(cls) if name.startswith("test_") and getattr(cls, name) and name != _OF_NUMBERS}
+        quick = tests if cls.quick_tests is None else cls.quick_tests
+        assert quick <= tests, quick - tests
+        return tests - quick
 
     @classmethod
     def checks(cls) -> list[tuple[str, bool]]:
         """Names of the tests, and whether they are slow; each case has one."""
-        numbers = Numbers.test_numbers_are_those_of_one_device.__name__
-        tests = [name for name in dir(cls) if name.startswith("test_") and getattr(cls, name) and name != numbers]
-        assert cls.slow_tests <= set(tests)
-        found = [(name, name in cls.slow_tests) for name in tests]
-        return found + [(f"{numbers}[{case}]", is_slow) for case, is_slow in cls.cases().items()]
+        slow = cls.slow_tests()
+        tests = [name for name in dir(cls) if name.startswith("test_") and getattr(cls, name) and name != _OF_NUMBERS]
+        found = [(name, name in slow) for name in tests]
+        return found + [(f"{_OF_NUMBERS}[{case}]", is_slow) for case, is_slow in cls.cases().items()]
 
     def expected(self, case: str, found: Any, directory: pathlib.Path) -> Any:
         """The numbers of one device; those of several processes that find the same are compared here."""
@@ -91,6 +97,9 @@ class Numbers:
     def test_numbers_are_those_of_one_device(self, strategy: Any, case: str, tmp_path: pathlib.Path) -> None:
         found = CASES[case](strategy, tmp_path)
         assert_close(self.expected(case, found, tmp_path), found)
+
+
+_OF_NUMBERS = Numbers.test_numbers_are_those_of_one_device.__name__
 
 
 class Conformance(Numbers):
@@ -135,16 +144,8 @@ class Conformance(Numbers):
         assert some == [sum(range(20)), sum(range(20, 40))]
         assert model.evaluate(numbers(9), verbose=0, return_dict=True) == {"seen": sum(range(36))}
 
-    @pytest.mark.parametrize(
-        "batch_size",
-        [
-            # The cases are uneven.
-            pytest.param(8, id="one over", marks=pytest.mark.slow),
-            pytest.param(1, id="always fewer examples than replicas"),
-        ],
-    )
-    def test_replicas_without_examples_leave_no_trace(self, strategy: Any, batch_size: int) -> None:
-        x, y = X[:9], Y[:9]  # in batches of 8 one example is left over: a replica has none
+    def test_replicas_without_examples_leave_no_trace(self, strategy: Any) -> None:
+        x, y, batch_size = X[:9], Y[:9], 1
         layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
         with strategy.scope():
             model = keras.Sequential([keras.Input((3,)), *layers])
@@ -177,15 +178,14 @@ class Conformance(Numbers):
         assert int(model.optimizer.iterations.numpy()) == 20
         np.testing.assert_allclose(model.predict_on_batch(X), model.predict(X, verbose=0), atol=1e-6)
 
-    @pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.slow)])
-    def test_model_compiled_again_trains_as_compiled_last(self, strategy: Any, run_eagerly: bool) -> None:
+    def test_model_compiled_again_trains_as_compiled_last(self, strategy: Any) -> None:
         with strategy.scope():
             model = dense_model()
-            model.compile(OPTIMIZERS.SGD(0.0), "mse", run_eagerly=run_eagerly)
+            model.compile(OPTIMIZERS.SGD(0.0), "mse")
         model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
         before = model.get_weights()
         with strategy.scope():
-            model.compile(OPTIMIZERS.SGD(0.1), "mae", metrics=["mse"], run_eagerly=run_eagerly)
+            model.compile(OPTIMIZERS.SGD(0.1), "mae", metrics=["mse"])
         history = model.fit(X, Y, batch_size=8, epochs=1, verbose=0).history
         assert set(history) == {"loss", "mse"}
         assert int(model.optimizer.iterations.numpy()) == 6

@@ -238,22 +238,6 @@ class Places(keras.layers.Layer):
         return self.ids(ids) + self.places(tf.range(tf.shape(ids)[-1]))
 
 
-class LossesAfterUpdate(Own):
-    """Reads the losses of its layers after the update, where replicas have met."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.penalty = Penalty()
-
-    def call(self, x, training=False):
-        return self.second(self.penalty(self.first(x)))
-
-    def train_step(self, data):
-        x, y = data
-        loss = self.update(lambda: tf.reduce_mean((self(x) - y) ** 2) + tf.add_n(self.losses))
-        return {"loss": loss, "penalty": tf.add_n(self.losses)}
-
-
 class Endpoint(keras.layers.Layer):
     """Takes the targets as an input and adds the loss, in place of `compile(loss=...)`."""
 

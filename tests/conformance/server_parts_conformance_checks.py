@@ -23,10 +23,7 @@ class TestServerParts(Conformance):
     # Where an operation runs depends on the parts of a step: `TestAggregated` has the others on one device each, and
     # `TestSpanningDevices` has them in one process.
     quick = frozenset({"accumulation, clipnorm, ema", "embedding, clipnorm", TRANSFORMS[0]})
-    slow_tests = frozenset(name for name in dir(Conformance) if name.startswith("test_")) - {
-        "test_numbers_are_those_of_one_device",
-        "test_steps_on_single_batches",
-    }
+    quick_tests = frozenset({"test_steps_on_single_batches"})
 
     @pytest.fixture(autouse=True)
     def layers_have_places(

@@ -7,29 +7,33 @@ Files are run at a time: these cases have one of their own.
 from __future__ import annotations
 
 import pytest
-from cases import IN_LOOPS, REPEATED
+from cases import IN_LOOPS
 from conformance import Numbers, pytest_generate_tests  # noqa: F401
 
 import tfdist
 
 pytestmark = pytest.mark.devices
 
-# `TestMultiWorker` and `TestAsynchronous` read data in these ways and write these files.
-_SLOW_LOOPS = {
-    f"loop, {name}"
-    for name in (
-        *("iterator_as_an_argument", "next_until_the_end", "optional_outside_of_a_graph", "data_sets_from_a_function"),
-        *("models_saved", "models_exported", "signature_of_the_data_set"),
-        *("data_set_as_an_argument", "iterator_made_in_a_graph"),
-        # `TestSpanningDevices` has these.
-        *("gradient_penalty", "checkpoints"),
-    )
-}
-
 
 class TestMirroredLoops(Numbers):
     only = IN_LOOPS
-    slow = (REPEATED & IN_LOOPS) | _SLOW_LOOPS
+    # `TestMultiWorker` and `TestAsynchronous` have loops that read data in other ways, and that write files.
+    quick = frozenset(
+        {
+            *("first call, step without call", "first call, seed generator", "first call, seeds from outside"),
+            *("first call, loop", "no run, optimizer alone", "no run, in scope, graph, loss scale"),
+            *(
+                f"loop, {name}"
+                for name in (
+                    *("for_outside_of_a_graph", "captured_data_set", "batches_unpacked_by_the_caller"),
+                    *("optional_in_a_graph", "loop_within_a_replica", "results_of_replicas", "structures_of_results"),
+                    *("values_from_a_function", "two_optimizers_and_a_persistent_tape", "train_function_of_keras"),
+                    *("gradients_clipped_after_their_sum", "metrics_and_evaluation_within_the_loop"),
+                    "optimizers_made_outside_of_the_scope",
+                )
+            ),
+        }
+    )
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from averaging import AS_WITHOUT_POLICY, LIKE_OTHERS, AveragingEveryStep
-from cases import LOOPS, SIZES
+from averaging import AveragingEveryStep
+from cases import LOOPS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 
 import tfdist
@@ -22,29 +22,18 @@ class TestBackupWorkers(Conformance):
     # Batches are handles, which the thread of a device reads. `TestMirrored` has the others of each kind.
     quick = frozenset(
         {
-            *("global_clipnorm", "accumulation, clipnorm, ema", "loss scale, accumulation", "embedding, places"),
-            *(
-                "transforms, clip rows after the sum",
-                "penalties, sum_over_batch_size, one example left",
-                "own functions",
-            ),
-            *(f"step mean_by_hand, {size}" for size in SIZES),
-            *("step of_both, one over", "step with slices", "step decorated", "step that assigns"),
-            *("loss one per example, one over", "metric that shows its variable", "first call, step without call"),
-            *("no batches", "order of the data", "ragged", "unknown length, whole executions"),
-            "no run, in scope, graph, loss scale",
+            *("accumulation, clipnorm, ema", "loss scale, accumulation", "embedding, places", "own functions"),
+            *("transforms, clip rows after the sum", "ragged", "order of the data"),
+            *("step mean_by_hand, one over", "step of_both", "step with slices"),
         }
     )
-    # `TestAggregated` has these with the same policy, or a policy has no part in them.
-    slow_tests = frozenset(
+    # `TestAggregated` has others with the same policy, or a policy has no part in them.
+    quick_tests = frozenset(
         {
-            "test_evaluate_after_an_own_step_counts_no_empty_replica",
-            "test_evaluate_and_predict_see_every_example_once",
-            "test_model_compiled_again_trains_as_compiled_last",
-            "test_callbacks_stop_schedule_save_and_restore",
-            "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
-            "test_error_of_the_data_is_raised",
-            "test_steps_on_single_batches",
+            "test_every_batch_of_a_generator_is_used_once",
+            "test_exception_in_the_step_keeps_its_type",
+            "test_own_train_step_keeps_its_logs",
+            "test_replicas_without_examples_leave_no_trace",
         }
     )
 
@@ -55,14 +44,8 @@ class TestBackupWorkers(Conformance):
 
 
 class TestParameterAveraging(AveragingEveryStep):
-    # Batches of one example are in `test_replicas_without_examples_leave_no_trace`.
-    quick = frozenset({"sgd", "sum loss, eagerly"})
-    # An error ends a step before anything is averaged.
-    slow_tests = (
-        LIKE_OTHERS
-        | AS_WITHOUT_POLICY
-        | {"test_error_of_an_operation_is_raised_and_the_next_fit_is_clean", "test_error_of_the_data_is_raised"}
-    )
+    quick = frozenset({"sum loss, eagerly"})
+    quick_tests = frozenset({"test_replicas_without_examples_leave_no_trace"})
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -13,6 +13,8 @@ import pytest
 
 from tfdist.testing import Delays
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "backup_workers"
 SETTING = {"num_workers": 4, "spares": 1, "mean_secs": 0.05, "slowdown": 10.0, "updates": 20, "seed": 3}
 

@@ -17,6 +17,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "chaos"
 SETTING = {"save_freq": 50, "limit_secs": 60.0}
 
@@ -197,7 +199,6 @@ def test_tasks_are_found_by_their_environment_without_their_guards(trials: Modul
     assert trials.killing.find_tasks("mine", tmp_path) == {"ps:0": 12, "worker:1": 13}
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_a_task_of_this_system_is_found(trials: ModuleType) -> None:
     run = uuid.uuid4().hex
@@ -222,7 +223,6 @@ def test_the_plot_shows_steps_and_kills(trials: ModuleType, tmp_path: pathlib.Pa
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["parameter_server", "multi_worker"])
 def test_training_survives_a_kill(strategy: str, tmp_path: pathlib.Path) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "compression"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 SETTING = {"epochs": 3, "warmup_epochs": 1, "batch_size": 128, "learning_rate": 0.05, "seed": 1}
@@ -152,7 +154,6 @@ def test_codecs_and_dense_net_can_be_built(compression_runs: ModuleType) -> None
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 def test_two_workers_send_half_the_bytes_by_float16(tmp_path: pathlib.Path) -> None:

@@ -13,6 +13,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "digits"
 
 
@@ -72,7 +74,6 @@ def test_an_image_is_shifted_one_pixel_each_way(compare: ModuleType):
     np.testing.assert_array_equal(left[:, :-1], same[:, 1:])
 
 
-@pytest.mark.slow
 @pytest.mark.processes
 def test_a_run_that_fails_is_shown_and_makes_the_comparison_fail(tmp_path: pathlib.Path):
     program = (

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "keras_tests"
 TESTS = """
 import os
@@ -74,7 +76,6 @@ def test_list_of_keras_tests_is_readable(keras_outcomes: ModuleType):
         assert set(entry.strategies) <= set(keras_outcomes.NAMES) - {"one"}
 
 
-@pytest.mark.slow  # `make test-keras` is this program.
 @pytest.mark.processes
 def test_run_crashing_test_is_named_and_others_run(tmp_path: pathlib.Path):
     source = tmp_path / "keras" / "src" / "trainers"

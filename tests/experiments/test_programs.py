@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "programs"
 
 

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "scaling"
 HEADER = "devices,devices_per_machine,model,parameters_millions,images_per_sec\n"
 

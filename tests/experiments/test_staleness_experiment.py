@@ -18,6 +18,8 @@ from tfdist.policies import SoftSync
 from tfdist.policies.asynchronous import Asynchronous
 from tfdist.testing import Delays
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "staleness"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 SETTING = {"num_workers": 8, "mean_secs": 0.05, "seed": 1}
@@ -73,7 +75,6 @@ def test_a_run_that_does_not_exist_is_an_error_that_names_those_that_do() -> Non
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 def test_four_workers_of_their_own_processes_are_about_n_updates_stale(
     softsync_runs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from tfdist.testing import Delays
 
+pytestmark = pytest.mark.slow
+
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "sync_vs_async"
 
 
@@ -75,7 +77,6 @@ def test_there_is_one_plot_for_even_and_one_for_uneven_workers(races: ModuleType
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_the_quick_flags_train_and_compare_on_real_processes(tmp_path: pathlib.Path) -> None:
     flagfile = f"--flagfile={FOLDER / 'quick.flags'}"
     command = [sys.executable, str(FOLDER / "run.py"), flagfile, f"--output_dir={tmp_path}"]

@@ -122,6 +122,7 @@ def test_a_job_runs_every_task_and_all_arrives_unchanged(launch):
     assert sorted(lines)[-1].startswith("tfdist: no task has joined the cluster by a strategy of tfdist")
 
 
+@pytest.mark.slow  # `test_local.py` has it.
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("tasks", "strategy"),
@@ -269,6 +270,7 @@ sys.exit(3 if name == "ps:0" else 0)
     assert code == 0, lines
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_preemptions_end_with_a_line_when_they_are_used_up(launch):
     _, code, lines = launch("sys.exit(75)", "--num_workers=1", "--max_preemptions=2")
@@ -296,6 +298,7 @@ sys.exit(3)
     assert (comment.read_text() if comment.exists() else "") == ("tfdist_failures=1" if fails_in else "")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_preemptions_are_counted_while_squeue_fails(launch, tmp_path):
     (tmp_path / "slurm" / "squeue_fails").touch()

@@ -293,6 +293,7 @@ else:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_host_that_stays_away_is_left_out(launch):
     text = """

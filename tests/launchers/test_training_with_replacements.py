@@ -104,6 +104,7 @@ print(*said)
 """
 
 
+@pytest.mark.slow
 def test_a_server_lost_at_the_end_of_the_program_is_said():
     done = subprocess.run([sys.executable, "-c", LOST_AT_THE_END], env=ENV, capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines() == ["ps:0 ended with code -9."], done.stderr

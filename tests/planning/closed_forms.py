@@ -75,15 +75,6 @@ def synchronous_secs(distribution: DelayDistribution, replicas: int) -> float:
     return expected_arrival(distribution, replicas, replicas)
 
 
-def k_sync_secs(distribution: DelayDistribution, k: int, replicas: int) -> float:
-    """Returns E[X(k:n)], the time per update of K-sync SGD, which cancels the other n - k gradients.
-
-    Source: Dutta et al. 2018, Slow and Stale Gradients Can Win the Race, arXiv 1803.01113, section 3. Backup workers of
-    tfdist cancel nothing: a late replica may miss the next update, too.
-    """
-    return expected_arrival(distribution, k, replicas)
-
-
 def k_batch_async_secs(distribution: DelayDistribution, k: int, replicas: int) -> float:
     """Returns k E[X] / n, the time per update of any k gradients of n replicas that never wait (`tfdist.SoftSync(k)`).
 

@@ -123,14 +123,3 @@ def test_workers_go_on_together(tmp_path: pathlib.Path, policies: str, is_exact:
     left = sorted(path.name for path in (tmp_path / "cut off" / "checkpoints").glob("step-*"))
     assert left[-1] == "step-0000000036"
     assert len(left) == 2
-
-
-@pytest.mark.slow  # Workers above go on after both ends; `parameter_server_loops_checks.py` has the state of servers.
-def test_a_parameter_server_s_chief_goes_on(tmp_path: pathlib.Path):
-    misfortunes = {"0": ["chief:0", 8, 9]}
-    flags = ["--num_workers=1", "--num_ps=1", "--max_restarts=1"]
-    ended = _launch(tmp_path / "cut off", flags, ["ParameterServerStrategy", "[]"], misfortunes)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "going on from" in ended.stderr
-    found = _found(tmp_path / "cut off", "chief:0", 1)["resumed"]
-    assert found["steps"] == found["iterations"] == 36

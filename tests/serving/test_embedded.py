@@ -114,7 +114,9 @@ ENDINGS = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", ["SIGKILL", *(pytest.param(each, marks=pytest.mark.slow) for each in ("SIGTERM", "Ctrl-C"))]
+)
 def test_an_embedded_cluster_ends_with_its_program(tmp_path: pathlib.Path, ending: str) -> None:
     last_line, signum, code = ENDINGS[ending]
     with programs.running(EMBEDDED + last_line, tmp_path) as program:
@@ -187,6 +189,7 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(tmp_path: pathlib
         assert_nobody_is_left(program)
 
 
+@pytest.mark.slow  # `test_killed_worker_leaves_every_example_used_once` counts its share.
 @pytest.mark.processes
 def test_a_worker_that_is_back_goes_on_with_its_share_in_the_order_of_the_others(tmp_path: pathlib.Path) -> None:
     script = """

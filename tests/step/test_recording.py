@@ -81,7 +81,7 @@ def of_the_rate(model: Any) -> None:
     model.optimizer.learning_rate = 0.1 / (1.0 + tf.cast(model.optimizer.iterations, tf.float32))
 
 
-BEFORE = [conditionally, in_a_function, in_a_loop, by_a_kernel, by_a_permutation, of_the_rate]
+BEFORE = [in_a_function, by_a_kernel, by_a_permutation, of_the_rate]
 
 
 def trained(make: Callable[[], keras.Model]) -> None:
@@ -94,7 +94,11 @@ def trained(make: Callable[[], keras.Model]) -> None:
     assert int(plain.optimizer.iterations.numpy()) == int(halved.optimizer.iterations.numpy())
 
 
-@pytest.mark.parametrize("before", BEFORE)
+# The others are slow: a branch and a loop are the hard ones.
+@pytest.mark.parametrize(
+    "before",
+    [conditionally, in_a_loop, *(pytest.param(each, marks=pytest.mark.slow) for each in BEFORE)],
+)
 def test_writes_before_the_update_are_those_of_the_plain_step(before: Callable[[Any], Any]) -> None:
     trained(lambda: Stepping(before, nothing))
 
@@ -183,6 +187,7 @@ class Sharp(Stepping):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_that_are_moved_are_those_of_the_plain_step() -> None:
     trained(lambda: Sharp(nothing, nothing))
 

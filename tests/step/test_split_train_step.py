@@ -22,17 +22,13 @@ OPTIMIZERS = keras.optimizers
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        pytest.param(lambda: OPTIMIZERS.SGD(0.1), {}, id="sgd", marks=pytest.mark.slow),
-        pytest.param(lambda: OPTIMIZERS.Adam(0.1), {"metrics": ["mae", "mse"]}, id="adam", marks=pytest.mark.slow),
-        pytest.param(lambda: OPTIMIZERS.SGD(0.1, global_clipnorm=0.01), {}, id="clipping", marks=pytest.mark.slow),
         pytest.param(lambda: OPTIMIZERS.SGD(0.1, gradient_accumulation_steps=2), {}, id="accumulation"),
-        pytest.param(lambda: OPTIMIZERS.AdamW(0.1, weight_decay=0.1, use_ema=True), {}, id="decay-ema"),
         pytest.param(
-            *(lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1)), {}),
-            id="loss-scale",
+            *(lambda: OPTIMIZERS.AdamW(0.1, weight_decay=0.1, use_ema=True), {}),
+            id="decay-ema",
             marks=pytest.mark.slow,
         ),
-        pytest.param(lambda: OPTIMIZERS.SGD(0.01), {"loss": "sum of squares"}, id="sum"),
+        pytest.param(lambda: OPTIMIZERS.SGD(0.01), {"loss": "sum of squares"}, id="sum", marks=pytest.mark.slow),
     ],
 )
 def test_two_halves_are_the_plain_step(optimizer: Callable[[], Any], options: dict[str, Any]) -> None:
@@ -54,6 +50,7 @@ class Penalized(keras.layers.Layer):
         return x
 
 
+@pytest.mark.slow  # `tests/conformance` has "losses of layers alone".
 @pytest.mark.parametrize(
     "layer",
     [Penalized, lambda: keras.layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l2")],
@@ -70,6 +67,7 @@ def test_losses_that_layers_add_are_those_of_the_plain_step(layer: Callable[[], 
     assert_close(plain.get_weights(), halved.get_weights())
 
 
+@pytest.mark.slow  # `tests/conformance` has penalties and sums.
 def test_penalties_beside_a_sum_count_once() -> None:
     def model() -> keras.Model:
         return keras.Sequential(
@@ -102,6 +100,7 @@ class Double(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_gradients_of_float64_are_scaled_in_float64() -> None:
     plain, halved = (made(Double, optimizer=keras.optimizers.SGD(0.125), metrics=None) for _ in range(2))
     plain.train_step((tf.constant(X[:7]), tf.constant(Y[:7])))
@@ -109,6 +108,7 @@ def test_gradients_of_float64_are_scaled_in_float64() -> None:
     np.testing.assert_allclose(plain.get_weights()[0], halved.get_weights()[0], rtol=1e-13)
 
 
+@pytest.mark.slow  # `tests/conformance` has parts of known and of unknown sizes.
 def test_parts_of_one_known_size_need_no_weights() -> None:
     plain, halved = made(optimizer="adam"), made(optimizer="adam")
     halves = Halves(halved, size=9)
@@ -228,6 +228,7 @@ def test_own_steps_with_several_optimizers_and_logs_of_their_own() -> None:
     assert_close(plain.get_weights(), halved.get_weights())
 
 
+@pytest.mark.slow
 def test_variables_without_a_gradient_are_left_alone() -> None:
     class Unused(keras.layers.Layer):
         def build(self, shape: Any) -> None:
@@ -317,9 +318,13 @@ def _of_large_targets(y_true: Any, y_pred: Any) -> Any:
     ("loss", "is_said"),
     [
         pytest.param(_of_large_targets, True, id="mask"),
-        pytest.param(lambda y, predicted: tf.reduce_sum(y - predicted)[None], True, id="one number in a list"),
+        pytest.param(
+            *(lambda y, predicted: tf.reduce_sum(y - predicted)[None], True),
+            id="one number in a list",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(lambda y, predicted: tf.where(y > 0.5, y - predicted, 0.0)[:, 0], False, id="zeros"),
-        pytest.param("mse", False, id="of Keras"),
+        pytest.param("mse", False, id="of Keras", marks=pytest.mark.slow),
     ],
 )
 def test_loss_of_fewer_numbers_than_examples_is_said_once(loss: Any, is_said: bool, capfd: Any) -> None:
@@ -329,6 +334,7 @@ def test_loss_of_fewer_numbers_than_examples_is_said_once(loss: Any, is_said: bo
     assert capfd.readouterr().err.count("leaves examples out") == int(is_said)
 
 
+@pytest.mark.slow
 def test_summaries_in_a_step_are_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capfd: Any) -> None:
     model = made()
     writer, step = tf.summary.create_file_writer(str(tmp_path)), model.train_step

@@ -214,6 +214,7 @@ def test_after_the_warmup_phase_all_take_part_in_the_same_fit(
     assert all(accepted[3].values())
 
 
+@pytest.mark.slow
 def test_replicas_join_one_at_a_time(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.Warmup(steps=STEPS, ramp=True), tfdist.BackupWorkers(spares=1))
     model, accepted = compiled(strategy), [strategy.report().accepted]
@@ -266,6 +267,7 @@ class Counter(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.slow
 def test_states_that_are_no_metrics_lose_nothing_to_stale_workers(with_policies: Policies, slow: None) -> None:
     strategy = with_policies(tfdist.SoftSync(2))
     model = compiled(strategy, lambda: keras.Sequential([keras.Input((6,)), Counter(), keras.layers.Dense(1)]))
@@ -275,6 +277,7 @@ def test_states_that_are_no_metrics_lose_nothing_to_stale_workers(with_policies:
     assert max(strategy.report().staleness) > 0
 
 
+@pytest.mark.slow
 def test_what_one_fit_has_left_is_not_for_the_next(with_policies: Policies, slow: None) -> None:
     strategy = with_policies(tfdist.SoftSync(1))
     model = counting(strategy)
@@ -301,6 +304,7 @@ class OwnLoss(keras.Model):
         return {"own": loss}
 
 
+@pytest.mark.slow
 def test_warmup_for_epochs_needs_a_model_that_counts(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.Warmup(epochs=1))
     inputs = keras.Input((6,))
@@ -309,6 +313,7 @@ def test_warmup_for_epochs_needs_a_model_that_counts(with_policies: Policies) ->
         model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.slow  # `tests/conformance` has errors of a step, of an operation and of the data.
 def test_an_error_in_the_model_is_raised_by_fit(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.SoftSync(2))
     model = compiled(strategy)

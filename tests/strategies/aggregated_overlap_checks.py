@@ -39,6 +39,7 @@ def test_other_threads_are_refused_during_a_fit(with_policies: Policies) -> None
     assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (4 * STEPS, 0)
 
 
+@pytest.mark.slow  # `test_fit_within_a_fit_counts_right_under_backup_workers` calls more.
 def test_callbacks_of_a_fit_may_evaluate_and_predict(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.SoftSync(1))
     model, other = compiled(strategy), compiled(strategy)
@@ -71,6 +72,7 @@ def test_programs_own_closures_run_before_during_and_after_a_fit(
     assert int(model.optimizer.iterations) == 2 * STEPS
 
 
+@pytest.mark.slow  # `test_other_threads_are_refused_during_a_fit` is the same refusal.
 def test_fit_within_a_fit_is_refused_under_soft_sync(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.SoftSync(1))
     model, other = compiled(strategy), compiled(strategy)

@@ -132,6 +132,7 @@ def test_the_number_of_spares_follows_the_delays(
     assert int(model.optimizer.iterations.numpy()) == 24
 
 
+@pytest.mark.slow
 def test_the_own_policy_of_the_page_shares_updates_fairly(with_policies: Callable[..., Any]) -> None:
     strategy = with_policies(made.own_policy(spares=1, lead=2))
     model = compiled(strategy)
@@ -160,6 +161,7 @@ def test_slow_input_of_a_worker_with_spares_is_named(with_spares: Callable[[int]
     assert slow > 0.05 > 2 * max(others)
 
 
+@pytest.mark.slow
 def test_evaluate_while_a_straggler_computes(with_spares: Callable[[int], Any], straggler: Straggler) -> None:
     model = compiled(with_spares(1))
     history = model.fit(

@@ -270,6 +270,7 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(
         strategy.distribute_datasets_from_function(lambda _: endless)
 
 
+@pytest.mark.slow
 def test_shards_of_a_hint_are_all_used(doubling: keras.Model) -> None:
     hint = tf.data.experimental.SHARD_HINT
     data = with_policy(pairs().shard(hint, hint).batch(4), "HINT")
@@ -278,6 +279,7 @@ def test_shards_of_a_hint_are_all_used(doubling: keras.Model) -> None:
         doubling.predict(data, verbose=0)
 
 
+@pytest.mark.slow
 def test_predictions_of_shares_by_generators_are_refused(doubling: keras.Model) -> None:
     def generated(first: int, step: int) -> tf.data.Dataset:
         numbers = NUMBERS[first::step]
@@ -307,6 +309,7 @@ def test_variables_of_every_dtype_begin_as_on_the_chief(strategy: Any) -> None:
         assert tf.cast(variable, "int32").numpy().tolist() == [1, 1]
 
 
+@pytest.mark.slow  # `test_variables_of_every_dtype_begin_as_on_the_chief` has the dtype.
 def test_a_model_of_bfloat16_has_the_weights_of_the_chief(strategy: Any, both: Both) -> None:
     with strategy.scope():
         half = keras.Sequential([keras.Input((3,), dtype="bfloat16"), keras.layers.Dense(1, dtype="bfloat16")])
@@ -352,6 +355,7 @@ def test_the_chief_writes_and_everybody_reads(strategy: Any, both: Both, tmp_pat
     assert len((out / "log.csv").read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_an_exported_lookup_table_loads_on_every_worker(strategy: Any, tmp_path: pathlib.Path) -> None:
     """The functions that restore the table would hold the chief's device."""
     words, path = np.array([["a"], ["b"], ["c"]]), tmp_path / "exported"
@@ -411,22 +415,7 @@ def test_a_backup_on_the_chiefs_own_disk_is_read_for_all(strategy: Any, both: Bo
     assert not (tmp_path / "disk-1").exists()
 
 
-@pytest.mark.slow  # `test_a_backup_on_the_chiefs_own_disk_is_read_for_all` restores one, too.
-def test_fit_in_scope_is_restored_from_a_backup(strategy: Any, tmp_path: pathlib.Path) -> None:
-    class Stop(CALLBACKS.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 1:
-                raise RuntimeError("stop")
-
-    backup = lambda: CALLBACKS.BackupAndRestore(tmp_path / "backup")  # noqa: E731
-    with strategy.scope():
-        model = compiled(strategy)
-        with pytest.raises(RuntimeError, match="stop"):
-            model.fit(X[:8], Y[:8], epochs=3, verbose=0, callbacks=[backup(), Stop()])
-        assert model.fit(X[:8], Y[:8], epochs=3, verbose=0, callbacks=[backup()]).epoch == [2]
-    assert int(model.optimizer.iterations) == 3
-
-
+@pytest.mark.slow
 def test_checkpoint_managers_share_a_directory(strategy: Any, tmp_path: pathlib.Path) -> None:
     model = compiled(strategy)
     manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), str(tmp_path), max_to_keep=2)
@@ -457,6 +446,7 @@ def test_training_outside_of_the_scope_is_refused(strategy: Any) -> None:
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
 
+@pytest.mark.slow  # `test_a_worker_may_train_a_model_of_its_own` has one.
 def test_a_model_of_one_device_may_train_on_each_worker(strategy: Any) -> None:
     del strategy
     for chosen in (tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy("CPU:0")):
@@ -579,6 +569,7 @@ def test_updates_with_workers_own_gradients_are_by_their_mean(strategy: Any) -> 
     assert_close([0.85 * weight for weight in before], model.get_weights())
 
 
+@pytest.mark.slow
 def test_rows_of_workers_own_gradients_are_their_mean(strategy: Any) -> None:
     with strategy.scope():
         table = keras.layers.Embedding(4, 1)
@@ -631,6 +622,6 @@ def test_a_worker_may_train_a_model_of_its_own(strategy: Any) -> None:
 
 
 # `test_step_times.py` has a slow input.
-@pytest.mark.parametrize("kind", ["step", "sum", pytest.param("input", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["sum", *(pytest.param(each, marks=pytest.mark.slow) for each in ("step", "input"))])
 def test_a_slow_input_step_or_sum_is_told_apart(strategy: Any, tmp_path: pathlib.Path, kind: str) -> None:
     slow_workers.check(strategy, tmp_path / "logs", index(), kind)

@@ -88,6 +88,7 @@ def test_one_worker_trains_as_one_device_does(strategy: Any, make: Any) -> None:
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_embeddings_accumulate(strategy: Any) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(1)])

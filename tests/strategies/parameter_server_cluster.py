@@ -109,13 +109,6 @@ def fit(model: keras.Model, *data: Any, **options: Any) -> dict[str, list[float]
     return model.fit(*data, verbose=0, **options).history
 
 
-def mean_square(model: keras.Model) -> float:
-    """The loss, from the weights as the chief reads them, outside of any cluster."""
-    alone = layers()
-    alone.set_weights(model.get_weights())
-    return float(np.mean((alone(X).numpy() - Y) ** 2))
-
-
 class Own(keras.Model):
     """Model with steps of its own, whose logs are not all metrics."""
 

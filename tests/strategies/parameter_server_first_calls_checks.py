@@ -15,6 +15,7 @@ def test_a_step_of_its_own_takes_batches_without_an_axis_of_examples(strategy: A
     first_call_models.assert_like_one_device(strategy, first_call_models.fitted_with_pairs)
 
 
+@pytest.mark.slow
 def test_layer_mixed_with_trainer_is_refused_xla(strategy: Any) -> None:
     with strategy.scope():
         model = Mixed()
@@ -42,7 +43,6 @@ def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "traced"])
-def test_weights_of_first_call_are_of_the_scope_of_their_layer(strategy: Any, is_traced: bool) -> None:
-    _, model = first_call_models.looped_without_run(strategy, is_traced)
+def test_weights_of_first_call_are_of_the_scope_of_their_layer(strategy: Any) -> None:
+    _, model = first_call_models.looped_without_run(strategy, True)
     assert all("/job:ps" in weight.value.device for weight in model.weights)

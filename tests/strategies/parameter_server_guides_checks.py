@@ -48,6 +48,7 @@ def test_unpacked_batches_count_each_example_once(strategy: Any, in_graph: bool)
     assert len(sums) == 7
 
 
+@pytest.mark.slow
 def test_a_batch_unpacked_in_a_function_counts_each_example_once(strategy: Any) -> None:
     @tf.function
     def once(batch: Any) -> Any:
@@ -64,6 +65,7 @@ def test_unpacked_batches_are_read_by_workers(strategy: Any) -> None:
     assert not data.decide(by_chief=True).by_chief
 
 
+@pytest.mark.slow
 def test_a_batch_given_to_two_functions_is_the_same(strategy: Any) -> None:
     sums = [(int(total(strategy, batch)), int(total(strategy, batch, batch))) for batch in numbers(strategy)]
     assert all(twice == 2 * once for once, twice in sums)
@@ -158,7 +160,7 @@ def test_a_captured_data_set_and_iter_within_a_function(strategy: Any) -> None:
     assert [int(epoch()) >= TOTAL for _ in range(2)] == [True, True]
 
 
-@pytest.mark.parametrize("change", [lambda i: (i, 2 * i), lambda i: {"once": i, "twice": 2 * i}, lambda i: 3 * i])
+@pytest.mark.parametrize("change", [lambda i: {"once": i, "twice": 2 * i}, lambda i: 3 * i])
 def test_a_signature_of_the_data_set_takes_its_batches(strategy: Any, change: Any) -> None:
     data = numbers(strategy, lambda data: data.map(change))
 
@@ -173,6 +175,7 @@ def test_a_signature_of_the_data_set_takes_its_batches(strategy: Any, change: An
     assert [spec.dtype for spec in tf.nest.flatten(data.element_spec)] == [tf.int64] * len(tf.nest.flatten(change(1)))
 
 
+@pytest.mark.slow
 def test_a_function_traced_for_the_specs_of_a_data_set_takes_its_batches(strategy: Any) -> None:
     data = numbers(strategy, lambda data: data.map(lambda i: (i, {"twice": 2 * i})))
     spec = data.element_spec
@@ -230,6 +233,7 @@ def test_a_loop_in_the_graph_ends_with_the_data(strategy: Any, known: bool) -> N
     assert int(until_the_end(iter(numbers(strategy, change)))) == TOTAL
 
 
+@pytest.mark.slow
 def test_a_loop_outside_of_a_graph_ends_with_data_of_unknown_length(strategy: Any) -> None:
     data = numbers(strategy, lambda data: data.filter(lambda i: i % 2 == 0))
     for _ in range(2):
@@ -277,35 +281,3 @@ def _train(model: keras.Model, optimizer: Any, in_graph: bool) -> None:
     once = tf.function(step) if in_graph else step
     for x, y in dataset():
         once(x, y)
-
-
-@pytest.mark.slow  # `test_two_optimizers_in_one_model` has two optimizers, and loops of MirroredStrategy both.
-def test_gradients_of_gradients_and_two_optimizers_in_one_step(strategy: Any) -> None:
-    model, critic = dense(strategy, "sgd"), dense(strategy, "sgd")
-    with strategy.scope():
-        optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01)]
-
-    def step(batch: Any) -> Any:
-        x, y = batch
-        with tf.GradientTape(persistent=True) as tape:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                score = critic(x)
-            slopes = tf.reduce_sum(inner.gradient(score, x) ** 2, axis=1)
-            penalty = tf.reduce_mean((tf.sqrt(slopes + 1e-6) - 1.0) ** 2)
-            loss = tf.reduce_mean((model(x) - y) ** 2)
-        for optimizer, net, value in zip(optimizers, (model, critic), (loss, penalty), strict=True):
-            pairs = zip(tape.gradient(value, net.trainable_variables), net.trainable_variables, strict=True)
-            optimizer.apply_gradients([(gradient, variable) for gradient, variable in pairs if gradient is not None])
-        return loss, penalty
-
-    @tf.function
-    def once(batch: Any) -> Any:
-        return strategy.run(step, args=(batch,))
-
-    found = np.array(
-        [once(batch) for _ in range(4) for batch in strategy.experimental_distribute_dataset(dataset())], np.float32
-    )
-    first, last = found[:13].mean(0), found[-13:].mean(0)
-    assert (last < first).all(), (first, last)
-    assert [int(optimizer.iterations) for optimizer in optimizers] == [52, 52]

@@ -21,7 +21,6 @@ from parameter_server_cluster import (
     Batches,
     Moment,
     X,
-    Y,
     compiled,
     dataset,
     dense,
@@ -106,7 +105,7 @@ SOURCES = {
 
 
 # Others read in the same way.
-SLOW_SOURCES = {"arrays", "batches", "flat map"}
+SLOW_SOURCES = {"arrays", "batches", "flat map", "cached", "repeated", "unordered", "shuffled batches"}
 
 
 @pytest.mark.parametrize(
@@ -138,8 +137,8 @@ def test_the_user_may_give_each_worker_its_own_data(strategy: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "steps_per_execution"),
     [
-        ("arrays", 5),
-        ("batches", 1),
+        pytest.param("arrays", 5, marks=pytest.mark.slow),
+        pytest.param("batches", 1, marks=pytest.mark.slow),
         pytest.param("batches", 5, marks=pytest.mark.slow),
         ("of unknown size", 5),
         ("generator", 1),
@@ -154,7 +153,7 @@ def test_evaluate_sees_each_example_once(strategy: Any, source: str, steps_per_e
     assert found["batches"] == STEPS
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4, 2 * STEPS])
+@pytest.mark.parametrize("steps_per_execution", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2 * STEPS))])
 def test_predict_gives_each_example_its_own_in_order(strategy: Any, steps_per_execution: int) -> None:
     model = dense(strategy, steps_per_execution=steps_per_execution)
     expected = layers()
@@ -183,6 +182,7 @@ def test_ragged_and_text_inputs(strategy: Any) -> None:
     assert seen(fit(observed_often(strategy), data.batch(BATCH))) == [moments(ALL)]
 
 
+@pytest.mark.slow
 def test_layers_with_state_in_the_data_set(strategy: Any) -> None:
     """Keras' layers for augmentation keep their random state in a variable of the chief."""
     noise = keras.layers.GaussianNoise(0.1)
@@ -197,39 +197,7 @@ def test_validation_data_are_read_exactly(strategy: Any) -> None:
         assert [history[f"val_moment{power}"] for power in range(3)] == [[moment] * 2 for moment in moments(ALL[:50])]
 
 
-@pytest.mark.slow  # Keras splits arrays before the strategy sees them.
-def test_validation_split(strategy: Any) -> None:
-    history = fit(observed_often(strategy), X, IDS, epochs=2, validation_split=0.25)
-    held_back = ALL[int(COUNT * 0.75) :]
-    assert [history[f"val_moment{power}"][1] for power in range(3)] == moments(held_back)
-    assert [history[f"moment{power}"][1] for power in range(3)] == moments(ALL[: int(COUNT * 0.75)])
-
-
-@pytest.mark.slow  # `tests/conformance` has weights in arrays.
-def test_sample_weights_in_a_data_set(strategy: Any) -> None:
-    weights = (ALL % 3).astype("f")
-    weighted = tf.data.Dataset.from_tensor_slices((X, Y, weights)).batch(BATCH)
-    model = dense(strategy, lambda: keras.optimizers.SGD(0.0), metrics=None, weighted_metrics=["mae"])
-    alone = layers()
-    alone.set_weights(model.get_weights())
-    alone.compile("sgd", "mse", weighted_metrics=["mae"])
-    expected = alone.evaluate(X, Y, sample_weight=weights, verbose=0, batch_size=BATCH, return_dict=True)
-    history = fit(model, weighted, validation_data=weighted)
-    for prefix in ("", "val_"):
-        assert [history[prefix + name][0] for name in ("loss", "mae")] == pytest.approx(
-            [expected["loss"], expected["mae"]], rel=1e-4
-        )
-
-
-@pytest.mark.slow  # Keras takes the part; `test_validation_data_are_read_exactly` has all of them.
-def test_a_part_of_the_validation_data(strategy: Any) -> None:
-    model = observed_often(strategy)
-    history = fit(model, X, IDS, validation_data=slices().batch(10).repeat(), validation_steps=3)
-    assert [history[f"val_moment{power}"][0] for power in range(3)] == moments(ALL[:30])
-    found = model.evaluate(slices().batch(10), steps=2, verbose=0, return_dict=True)
-    assert [found[f"moment{power}"] for power in range(3)] == moments(ALL[:20])
-
-
+@pytest.mark.slow  # The next test has endless data.
 def test_steps_per_epoch_of_endless_data(strategy: Any) -> None:
     history = fit(observed_often(strategy), slices().repeat().batch(BATCH), epochs=3, steps_per_epoch=7)
     assert history["batches"] == [7, 7, 7]
@@ -240,6 +208,7 @@ def test_endless_data_are_not_read_to_fill_a_cache(strategy: Any) -> None:
     assert history["batches"] == [7, 7]
 
 
+@pytest.mark.slow
 def test_steps_per_epoch_of_data_that_end_within(strategy: Any) -> None:
     model = observed(strategy)
     history = fit(model, slices().batch(BATCH), epochs=1, steps_per_epoch=STEPS - 3)
@@ -251,22 +220,3 @@ def test_more_workers_than_batches(strategy: Any) -> None:
     few = NUM_WORKERS - 2
     history = fit(observed_often(strategy), slices().take(few).batch(1), epochs=3)
     assert seen(history) == [moments(ALL[:few])] * 3
-
-
-@pytest.mark.slow  # All batches are whole, as in other tests.
-def test_data_that_drop_the_remainder(strategy: Any) -> None:
-    history = fit(observed_often(strategy), slices().batch(BATCH, drop_remainder=True))
-    assert seen(history) == [moments(ALL[: COUNT // BATCH * BATCH])]
-
-
-@pytest.mark.slow  # `test_layers_with_state_in_the_data_set` has layers that a worker needs, too.
-def test_a_data_set_maps_with_layers_of_the_scope(strategy: Any) -> None:
-    """Random augmentation counts in a seed generator, and a normalization has statistics: variables of the scope."""
-    with strategy.scope():
-        noise, scale = keras.layers.GaussianNoise(1.0, seed=3), keras.layers.Normalization(mean=1.0, variance=4.0)
-    data = dataset().map(lambda x, y: (scale(noise(x, training=True)), y)).prefetch(2)
-    first, second = (np.concatenate([x for x, _ in data.as_numpy_iterator()]) for _ in range(2))
-    assert not np.allclose(first, second)
-    model = dense(strategy)
-    assert np.isfinite(fit(model, data, epochs=2)["loss"]).all()
-    assert int(model.optimizer.iterations.numpy()) == 2 * STEPS

@@ -90,18 +90,6 @@ def test_state_of_transforms_is_saved_and_restored(strategy: Any, monkeypatch: p
     assert not any(np.any(each) for each in own.collect(model)[1])
 
 
-@pytest.mark.slow  # `test_the_end_of_an_early_stop_is_saved` and the pass of an interrupted training end so, too.
-def test_stopping_within_an_epoch(strategy: Any) -> None:
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.model.stop_training = batch >= 4
-
-    model = dense(strategy)
-    fit(model, X, Y, epochs=5, callbacks=[Stop()])
-    assert STEPS >= int(model.optimizer.iterations) >= 5
-    assert fit(model, X, Y)["loss"]
-
-
 def test_the_learning_rate_is_the_one_set_before_the_step(strategy: Any) -> None:
     """Steps before the change still move the weights; none after it does."""
     weights = []
@@ -116,29 +104,6 @@ def test_the_learning_rate_is_the_one_set_before_the_step(strategy: Any) -> None
     fit(model, X, Y, callbacks=[Freeze()])
     for one, other in zip(weights[0], model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.slow  # Weights are read and written as by any other callback.
-def test_the_best_weights_are_kept_and_restored(strategy: Any, tmp_path: pathlib.Path) -> None:
-    """With a learning rate that makes it worse in every epoch, the best are those of the first."""
-    model = dense(strategy, lambda: keras.optimizers.SGD(-0.01))
-    history = fit(
-        model,
-        X,
-        Y,
-        epochs=4,
-        validation_data=(X, Y),
-        callbacks=[
-            keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", monitor="val_loss", save_best_only=True),
-            keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, restore_best_weights=True),
-        ],
-    )
-    assert len(history["val_loss"]) == 2
-    best = keras.models.load_model(tmp_path / "best.keras")
-    assert int(best.optimizer.iterations) == STEPS
-    for one, other in zip(best.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(min(history["val_loss"]), rel=1e-4)
 
 
 def test_interrupted_training_goes_on_where_it_was(strategy: Any, tmp_path: pathlib.Path) -> None:
@@ -228,6 +193,7 @@ def works_again(strategy: Any) -> None:
     assert fit(healthy(strategy), X, Y)["batches"] == [STEPS]
 
 
+@pytest.mark.slow
 def test_shapes_that_do_not_fit_reach_the_user(strategy: Any) -> None:
     with pytest.raises(ValueError, match="incompatible with the layer"):
         fit(dense(strategy), X[:, :5], Y)
@@ -267,6 +233,7 @@ def test_an_error_of_the_engine_keeps_its_type(strategy: Any, monkeypatch: pytes
     works_again(strategy)
 
 
+@pytest.mark.slow
 def test_an_error_late_in_the_data_reaches_the_user(strategy: Any) -> None:
     def make(number: tf.Tensor) -> Any:
         with tf.control_dependencies([tf.debugging.assert_less(number, tf.constant(33, tf.int64), "my own message")]):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,36 +23,15 @@ from parameter_server_cluster import (
     dataset,
     dense,
     fit,
-    mean_square,
 )
 
 # What the numbers are worth.
-
-
-@pytest.mark.slow  # `tests/conformance` compares the numbers of both.
-def test_it_learns_and_evaluates_what_it_learned(strategy: Any) -> None:
-    # Of some initial values, whose rectifiers are all at rest, only the bias learns.
-    keras.utils.set_random_seed(0)
-    model = dense(strategy, lambda: keras.optimizers.Adam(0.01))
-    losses = fit(model, X, Y, epochs=8)["loss"]
-    assert losses[-1] < losses[0] / 3
-    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(mean_square(model), rel=1e-4)
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "ema": lambda: keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=5),
     "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=4.0),
 }
-
-
-# `tests/conformance` compares the numbers of both.
-@pytest.mark.slow
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_optimizers_train_and_count(strategy: Any, make: Callable[[], Any]) -> None:
-    model = dense(strategy, make)
-    losses = fit(model, X, Y, epochs=3)["loss"]
-    assert losses[-1] < losses[0]
-    assert int(model.optimizer.iterations) == 3 * STEPS
 
 
 def test_mixed_precision(strategy: Any) -> None:
@@ -74,20 +52,6 @@ def test_mixed_precision(strategy: Any) -> None:
         keras.mixed_precision.set_global_policy("float32")
 
 
-# The same with another type and without a scale of losses.
-@pytest.mark.slow
-def test_mixed_bfloat16(strategy: Any) -> None:
-    keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    try:
-        model = dense(strategy, lambda: keras.optimizers.Adam(0.01))
-        losses = fit(model, X, Y, epochs=4)["loss"]
-        assert losses[-1] < losses[0]
-        assert {weight.dtype for weight in model.trainable_variables} == {"float32"}
-        assert model.predict(X, verbose=0).dtype == tf.bfloat16.as_numpy_dtype
-    finally:
-        keras.mixed_precision.set_global_policy("float32")
-
-
 @keras.saving.register_keras_serializable("tests")
 class Subclassed(keras.Model):
     """Subclassed model with layers and no steps of its own."""
@@ -100,16 +64,6 @@ class Subclassed(keras.Model):
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         return self.outputs_(self.normalization(self.recurrent(inputs[:, :, None]), training=training))
-
-
-@pytest.mark.slow  # `tests/conformance` restores models that their data build.
-def test_a_subclassed_model_is_built_by_its_data_and_loads_elsewhere(strategy: Any, tmp_path: pathlib.Path) -> None:
-    model = compiled(strategy, Subclassed)
-    losses = fit(model, X, Y, epochs=3)
-    assert losses["loss"][-1] < losses["loss"][0]
-    model.save(tmp_path / "model.keras")
-    alone = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(alone.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
 
 
 def test_normalization_dropout_and_embedding(strategy: Any) -> None:
@@ -151,6 +105,7 @@ def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
     assert model.evaluate(*data, verbose=0, return_dict=True, **options)["batches"] == STEPS
 
 
+@pytest.mark.slow  # `tests/conformance` has an optimizer that hands variables to others.
 def test_two_optimizers_in_one_model(strategy: Any) -> None:
     class Twice(Own):
         def compile(self, **options: Any) -> None:
@@ -170,18 +125,6 @@ def test_two_optimizers_in_one_model(strategy: Any) -> None:
         model.second.build(model.trainable_variables)
     fit(model, X, Y)
     assert int(model.second.iterations) == int(model.optimizer.iterations) == STEPS
-
-
-@pytest.mark.slow  # The test of metrics has several steps, too.
-def test_several_steps_per_execution(strategy: Any) -> None:
-    model = dense(strategy, steps_per_execution=4, metrics=lambda: [Batches()])
-    before = strategy.report()
-    history = fit(model, X, Y, epochs=3)
-    report = strategy.report()
-    assert int(model.optimizer.iterations) == 3 * STEPS == report.updates - before.updates
-    assert history["batches"] == [STEPS] * 3
-    assert sum(report.staleness.values()) - sum(before.staleness.values()) == 3 * STEPS
-    assert min(report.staleness) >= 0
 
 
 def test_several_steps_per_execution_count_stale_gradients(strategy: Any) -> None:
@@ -304,6 +247,7 @@ def test_xla_is_refused_for_evaluate_and_predict_too(strategy: Any) -> None:
             use()
 
 
+@pytest.mark.slow  # "compiled outside of the scope" of `tests/conformance` has one.
 def test_a_metric_made_outside_of_the_scope_counts(strategy: Any) -> None:
     model = dense(strategy, metrics=[Batches()])
     assert fit(model, X, Y)["batches"] == [STEPS]

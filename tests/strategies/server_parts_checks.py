@@ -119,6 +119,7 @@ def test_a_plain_transfer_trains_as_on_one_device(
         assert_close(numbers(made(ALONE), size), numbers(made(spanning), size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [

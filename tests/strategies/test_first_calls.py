@@ -20,16 +20,10 @@ import tfdist
 pytestmark = pytest.mark.devices
 
 
-@pytest.fixture(scope="module", params=["synchronous", "backup workers"])
-def strategy(request, cpus: list[str]) -> tfdist.MirroredStrategy:
-    policies = [] if request.param == "synchronous" else [tfdist.BackupWorkers(spares=0)]
-    return tfdist.MirroredStrategy(cpus[:2], policies=policies)
-
-
-# A policy sees a model once its variables are made: these show again without one what they show with one.
-builds_alike = pytest.mark.parametrize(
-    "strategy", ["synchronous", pytest.param("backup workers", marks=pytest.mark.slow)], indirect=True
-)
+@pytest.fixture(scope="module")
+def strategy(cpus: list[str]) -> tfdist.MirroredStrategy:
+    """Without policies, which see a model once its variables are made."""
+    return tfdist.MirroredStrategy(cpus[:2])
 
 
 def test_a_batch_without_an_axis_of_examples_is_named(strategy: Any) -> None:
@@ -104,7 +98,7 @@ def test_optimizer_built_outside_of_scope_is_refused(strategy: Any) -> None:
         strategy.run(lambda: optimizer.apply([tf.ones((3, 1)), tf.ones(1)], model.trainable_variables))
 
 
-def test_policies_beside_a_model_of_tf_keras_are_refused(strategy: Any) -> None:
+def test_policies_beside_a_model_of_tf_keras_are_refused(strategy: Any, cpus: list[str]) -> None:
     def make_train_function() -> Any:
         def run_step() -> Any:
             return tf.constant(1.0)
@@ -113,11 +107,9 @@ def test_policies_beside_a_model_of_tf_keras_are_refused(strategy: Any) -> None:
 
     step = make_train_function()
     step.__module__ = "tf_keras.src.engine.training"
-    if strategy.distribution.policies:
-        with pytest.raises(ValueError, match=r"models of Keras 3.*leave them away.*BackupWorkers"):
-            strategy.run(step)
-    else:
-        assert float(strategy.reduce("SUM", strategy.run(step), axis=None)) == 2.0
+    assert float(strategy.reduce("SUM", strategy.run(step), axis=None)) == 2.0
+    with pytest.raises(ValueError, match=r"models of Keras 3.*leave them away.*BackupWorkers"):
+        tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)]).run(step)
 
 
 class Failing(keras.optimizers.SGD):
@@ -145,7 +137,6 @@ def test_failed_build_of_an_optimizer_leaves_nothing_behind(strategy: Any) -> No
     assert len(model.optimizer.variables) == 4
 
 
-@builds_alike
 def test_fit_of_a_model_outside_of_the_scope_warns_once(strategy: Any, recwarn: pytest.WarningsRecorder) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -179,7 +170,6 @@ class _Private(keras.Model):
         return {"loss": loss}
 
 
-@builds_alike
 def test_model_of_a_private_class_leaves_no_name_scope_open(strategy: Any) -> None:
     with strategy.scope():
         model = _Private()
@@ -190,7 +180,6 @@ def test_model_of_a_private_class_leaves_no_name_scope_open(strategy: Any) -> No
     assert later.kernel.path == "later/kernel"
 
 
-@builds_alike
 def test_second_model_of_a_class_has_its_variables_made(strategy: Any) -> None:
     for _ in range(2):
         assert np.isfinite(fitted(strategy, Noisy, "mse")[0]["loss"]).all()
@@ -208,21 +197,19 @@ class Counting(keras.Model):
         return self.dense(x)
 
 
-@pytest.mark.parametrize("metrics", [None, ["mae"]])
-def test_a_built_model_is_traced_once_for_each_replica(cpus: list[str], metrics: Any) -> None:
+def test_a_built_model_is_traced_once_for_each_replica(cpus: list[str]) -> None:
     strategy = tfdist.MirroredStrategy(cpus[:2])
     with strategy.scope():
         model = Counting()
-        model.compile("adam", "mse", metrics=metrics, jit_compile=False)
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
     model.fit(first_call_models.X, first_call_models.Y, batch_size=9, verbose=0)
     assert model.traced.count(False) == 2
 
 
-@pytest.mark.parametrize("has_seeds", [True, False])
-def test_autograph_converts_a_step_and_not_the_library(cpus: list[str], has_seeds: bool) -> None:
+def test_autograph_converts_a_step_and_not_the_library(cpus: list[str]) -> None:
     keras.utils.clear_session()
-    if has_seeds:  # of Keras' own, which the step is then given
-        keras.random.normal((1,))
+    # Makes seeds of Keras' own, which the step is then given.
+    keras.random.normal((1,))
     strategy, found = tfdist.MirroredStrategy(cpus[:2]), set()
     with strategy.scope():
         layer = keras.layers.Dense(1)

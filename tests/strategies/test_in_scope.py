@@ -21,9 +21,8 @@ def strategy(cpus: list[str]) -> tfdist.MirroredStrategy:
     return tfdist.MirroredStrategy(cpus[:2])
 
 
-@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "traced"])
-def test_weights_of_first_call_are_of_the_scope_of_their_layer(strategy, is_traced: bool):
-    _, model = looped_without_run(strategy, is_traced)
+def test_weights_of_first_call_are_of_the_scope_of_their_layer(strategy):
+    _, model = looped_without_run(strategy, True)
     assert all(len(strategy.experimental_local_results(weight.value)) == 2 for weight in model.weights)
 
 
@@ -62,6 +61,7 @@ def _adapted_and_quantized(strategy: Any) -> list[Any]:
     return [losses, *adapted, *model.get_weights(), model.predict(X, verbose=0)]
 
 
+@pytest.mark.slow
 def test_lora_and_quantization_outside_of_the_scope_are_in_it(strategy):
     assert_like_one_device(strategy, _adapted_and_quantized)
 

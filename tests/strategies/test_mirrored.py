@@ -34,22 +34,13 @@ def strategy(cpus: list[str]) -> tfdist.MirroredStrategy:
     return tfdist.MirroredStrategy(cpus[:2])
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(lambda: OPTIMIZERS.Adam(0.01), id="adam", marks=pytest.mark.slow),
-        # The step that is none, after the six of the first epoch, would be the seventh, which makes an update.
-        pytest.param(
-            lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=7), id="decay-accumulation"
-        ),
-    ],
-)
-def test_the_unannounced_end_of_the_data_is_no_step(strategy, optimizer):
+def test_the_unannounced_end_of_the_data_is_no_step(strategy):
     def trained(**fit: Any) -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
         with strategy.scope():
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(8), keras.layers.Dropout(0.5)])
-            model.compile(optimizer(), "mse")
+            # The step that is none, after the six of the first epoch, would be the seventh, which makes an update.
+            model.compile(OPTIMIZERS.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=7), "mse")
         model.fit(epochs=2, shuffle=False, verbose=0, **fit)
         return [copy.numpy() for v in (*model.variables, *model.optimizer.variables) for copy in v.value.values]
 
@@ -124,6 +115,7 @@ def test_stateful_layer_keeps_a_state_for_each_example(strategy):
         np.testing.assert_allclose(many, one, atol=1e-6)
 
 
+@pytest.mark.slow  # The last test compares statistics with one device.
 def test_batch_normalization_keeps_the_same_statistics_on_all_replicas(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -189,9 +181,6 @@ class Steps(keras.Sequential):
         return {"loss": loss}
 
 
-MEANS = {"mean": tf.reduce_mean, "average": tf.nn.compute_average_loss}
-
-
 def trained_by_own_step(strategy: Any, together: Callable[[Any], Any], reduction: str) -> Any:
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -200,28 +189,27 @@ def trained_by_own_step(strategy: Any, together: Callable[[Any], Any], reduction
     return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
 
 
-@pytest.mark.parametrize("together", MEANS.values(), ids=MEANS)
-def test_mean_of_a_loss_without_reduction_is_one(strategy, together: Callable[[Any], Any]):
-    one, many = (trained_by_own_step(s, together, "none") for s in (tf.distribute.get_strategy(), strategy))
+def test_mean_of_a_loss_without_reduction_is_one(strategy):
+    one, many = (trained_by_own_step(s, tf.reduce_mean, "none") for s in (tf.distribute.get_strategy(), strategy))
     assert_close(one, many)
 
 
+@pytest.mark.slow
 def test_sum_given_to_compile_is_summed_in_own_steps(strategy):
     one, many = (trained_by_own_step(s, tf.identity, "sum") for s in (tf.distribute.get_strategy(), strategy))
     assert_close(one, many)
 
 
-NUMBERS = {
-    "none": keras.losses.MeanSquaredError(reduction="none"),
-    "of Keras": keras.losses.Tversky(axis=(1,)),
-}
-
-
-@pytest.mark.parametrize("loss", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize(
+    "loss",
+    [keras.losses.MeanSquaredError("none"), pytest.param(keras.losses.Tversky(axis=(1,)), marks=pytest.mark.slow)],
+    ids=["none", "of Keras"],
+)
 def test_loss_of_any_reduction_trains_as_on_one_device(strategy, loss: Any):
     assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), loss=loss)
 
 
+@pytest.mark.slow  # The next but three is another line that is said once.
 def test_loss_of_all_examples_together_is_said_once(strategy, capfd):
     with strategy.scope():
         model = dense_model()
@@ -230,6 +218,7 @@ def test_loss_of_all_examples_together_is_said_once(strategy, capfd):
     assert capfd.readouterr().err.count("computes with all of them together") == 1
 
 
+@pytest.mark.slow  # `tests/conformance` has each of them, and two losses.
 def test_a_sum_beside_a_mean_trains_as_on_one_device(strategy):
     def trained(strategy: Any) -> Any:
         keras.utils.set_random_seed(3)
@@ -253,6 +242,7 @@ def test_a_metric_that_is_no_sum_is_refused_before_it_trains(strategy):
     assert int(model.optimizer.iterations.numpy()) == 0
 
 
+@pytest.mark.slow  # `tests/step` looks at optimizers after a step.
 def test_optimizers_are_left_as_they_were(strategy):
     with strategy.scope():
         model = dense_model()
@@ -321,6 +311,7 @@ def test_update_in_a_conditional_is_refused_in_one_line(strategy):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_empty_parts_are_filled_only_if_the_batch_size_is_unknown(strategy, monkeypatch):
     filled, calls = replicas.filled, []
     monkeypatch.setattr(replicas, "filled", lambda *given: calls.append(1) or filled(*given))

@@ -51,6 +51,7 @@ def spared(cpus: list[str]) -> tfdist.MirroredStrategy:
     return tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares=1)])
 
 
+@pytest.mark.slow  # `test_mirrored.py` has the division.
 def test_loss_divided_by_weights_is_divided_within_replicas(strategy: tfdist.MirroredStrategy) -> None:
     found, expected = weighed_within_parts(strategy, strategy.num_replicas_in_sync)
     assert found == pytest.approx(expected)
@@ -105,6 +106,7 @@ def normalized() -> keras.Model:
     return keras.Sequential(layers)
 
 
+@pytest.mark.slow  # `test_every_copy_is_updated_alike` has statistics.
 def test_batch_normalization_keeps_the_statistics_of_the_strategy_without_policy(strategy, cpus):
     expected, found = (
         trained(s, lambda: OPTIMIZERS.SGD(0.1), model=normalized, calls=()) for s in (without_policy(cpus), strategy)
@@ -122,6 +124,7 @@ def test_every_copy_is_updated_alike(strategy):
         np.testing.assert_array_equal(first, second, err_msg=variable.path)
 
 
+@pytest.mark.slow  # `tests/conformance` has data of unknown length.
 def test_data_of_unknown_length_come_once_and_in_order(strategy):
     def batches():
         for start in range(0, 45, 8):
@@ -156,27 +159,7 @@ def test_functions_of_ones_own_get_the_batch_itself(strategy):
         tuple(next(iter(dataset)))
 
 
-@pytest.mark.slow
-def test_every_replica_may_have_a_pipeline_of_its_own(strategy):
-    def own(context):
-        assert context.num_input_pipelines == context.num_replicas_in_sync == 2
-        pairs = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40]))
-        parts = pairs.batch(4).shard(2, context.input_pipeline_id)
-        return parts.filter(lambda x, y: True)  # of unknown length
-
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = dense_model()
-        model.compile(OPTIMIZERS.Adam(0.01), "mse", metrics=["mae"])
-    data = strategy.distribute_datasets_from_function(own)
-    history = model.fit(data, epochs=3, verbose=0).history
-    expected = trained(ONE_DEVICE, lambda: OPTIMIZERS.Adam(0.01), data=(X[:40], Y[:40]), fit={"epochs": 3})
-    assert_close(expected[:2], (model.get_weights(), history))
-    evaluated = model.evaluate(data, verbose=0, return_dict=True)
-    assert evaluated == pytest.approx(model.evaluate(X[:40], Y[:40], verbose=0, return_dict=True), abs=1e-6)
-    assert model.predict(data, verbose=0).shape == (40, 1)
-
-
+@pytest.mark.slow  # `tests/conformance` has it on workers and servers.
 def test_own_pipelines_of_uneven_parts_count_by_their_examples(strategy):
     assert_close(*with_uneven_pipelines(strategy, own_models.one_number))
 
@@ -262,6 +245,7 @@ def test_a_slow_pipeline_of_its_own_makes_a_replica_late(spared):
     assert after.accepted["worker:0"] == before.accepted["worker:0"]
 
 
+@pytest.mark.slow
 def test_evaluation_waits_for_nobody(spared, gate):
     with spared.scope():
         model = dense_model()
@@ -310,6 +294,7 @@ def test_what_cannot_be_is_said_in_one_line(cpus, monkeypatch):
         tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
 
 
+@pytest.mark.slow
 def test_one_device_without_spares_is_allowed(cpus):
     alone = tfdist.MirroredStrategy(cpus[:1], policies=[tfdist.BackupWorkers(spares=0)])
     assert_like_one_device(alone, lambda: OPTIMIZERS.Adam(0.01), fit={"epochs": 1}, calls=["evaluate", "predict"])

@@ -119,38 +119,6 @@ def test_no_wait_of_one_worker_alone_goes_on(tmp_path: pathlib.Path, policy: str
     assert "on worker:0 waits for worker:1, which has ended; every worker must call" in found[0]["ended"]
 
 
-DIFFERENT_STEPS = """
-from tfdist.coordination import worker_waits
-worker_waits.PARTED_SECS = 3.5  # for the test; 5 s otherwise
-strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60)
-class Model(keras.Sequential):
-    def train_step(self, data):
-        logs = super().train_step(data)
-        if index == 0:
-            logs["sum"] = tf.distribute.get_replica_context().all_reduce("sum", tf.reduce_sum(data[0]))
-        return logs
-with strategy.scope():
-    model = Model([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-x = np.ones((16, 3), np.float32)
-try:
-    model.fit(x, x[:, :1], batch_size=8, verbose=0)
-except Exception as error:
-    report("error", str(error))
-"""
-
-
-@pytest.mark.slow  # `test_no_wait_of_one_worker_alone_goes_on` has sums that never meet.
-def test_steps_of_different_collectives_end_with_a_line(tmp_path: pathlib.Path):
-    errors = [each["error"] for each in process_cluster.run(DIFFERENT_STEPS, tmp_path)]
-    assert errors[0] == errors[1]
-    assert (
-        "worker:0 in model.fit (a step of 1 gather, 2 sums), and worker:1 in model.fit (a step of 1 gather, "
-        in errors[0]
-    )
-    assert errors[0].endswith("every worker must make the same step: remove the `if` around what only some do in it")
-
-
 @pytest.mark.parametrize("name", ["start_timeout_secs", "stall_timeout_secs"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "5", True, None])
 def test_a_timeout_that_is_none_is_refused_at_once(name: str, value: Any):
@@ -221,7 +189,7 @@ def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathl
     ("kind", "policy"),
     [
         ("tensorflow", ""),
-        ("tensorflow", "BackupWorkers(spares=0)"),
+        pytest.param("tensorflow", "BackupWorkers(spares=0)", marks=pytest.mark.slow),
         # Its step has the collectives of one without a policy.
         pytest.param("tensorflow", "ParameterAveraging(every_steps=3)", marks=pytest.mark.slow),
         pytest.param("mpi", "", marks=_needs_mpi),
@@ -248,6 +216,7 @@ def test_an_error_of_tensorflow_in_one_worker_reaches_all_by_mpi_too(tmp_path: p
     assert "worker:1 ended with InvalidArgumentError: a label of 12 in 10 classes" in last
 
 
+@pytest.mark.slow  # `test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all` has a worker that stands still.
 @_needs_mpi
 def test_a_chief_that_stands_still_is_named_by_those_who_wait_in_mpi(tmp_path: pathlib.Path):
     """The chief has the service that is asked for the others, and a question without a time limit stops Python."""

@@ -68,7 +68,14 @@ def test_all_of_it_is_collected(cpus, policies, options):
     }
 
 
-@pytest.mark.parametrize("policy", [None, tfdist.BackupWorkers(0), tfdist.ParameterAveraging(every_steps=2)], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        tfdist.ParameterAveraging(every_steps=2),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (None, tfdist.BackupWorkers(0))),
+    ],
+    ids=repr,
+)
 def test_a_model_is_collected_before_its_strategy(cpus, policy):
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=[policy] if policy else [])
     with strategy.scope():

@@ -128,17 +128,6 @@ def test_other_models_are_refused_under_a_policy():
     assert (_steps(model), _steps(other)) == (3 * STEPS, 0)
 
 
-@pytest.mark.slow  # `tests/conformance` has this without a policy and with BackupWorkers, under each strategy.
-def test_calls_within_callbacks_work():
-    strategy = _strategy("warmup")
-    model, other = _model(strategy), _model(strategy)
-    for call in (_evaluate(model), _predict(model), _evaluate(other), _fit(other)):
-        meanwhile = during_fit(_fit(model), call, in_thread=False)
-        assert not meanwhile.error
-        assert meanwhile.result is not None
-    assert (_steps(model), _steps(other)) == (4 * STEPS, STEPS)
-
-
 def test_failed_fit_leaves_nothing_locked():
     model = _model(_strategy("one worker"))
 

@@ -114,9 +114,9 @@ def trained(strategy: Any, optimizer: Any, epochs: int = 2) -> keras.Model:
     ("state", "optimizer"),
     [
         ("average", lambda: OPTIMIZERS.Adam(0.01)),
-        ("local", lambda: OPTIMIZERS.SGD(0.1, momentum=0.9, clipnorm=0.05)),
+        pytest.param("local", lambda: OPTIMIZERS.SGD(0.1, momentum=0.9, clipnorm=0.05), marks=pytest.mark.slow),
         # Its slots don't begin at zero.
-        ("reset", lambda: OPTIMIZERS.Adagrad(0.1, initial_accumulator_value=0.5)),
+        pytest.param("reset", lambda: OPTIMIZERS.Adagrad(0.1, initial_accumulator_value=0.5), marks=pytest.mark.slow),
     ],
 )
 def test_it_is_as_if_models_were_averaged_by_hand(cpus, state: str, optimizer: Callable[[], Any]):
@@ -244,6 +244,7 @@ def test_each_replica_may_have_data_of_its_own(every_four):
     assert_alike(model, model.optimizer.variables)
 
 
+@pytest.mark.slow  # `test_nothing_is_kept.py` has this policy.
 def test_a_model_is_not_kept_for_ever(every_four):
     model = weakref.ref(trained(every_four, lambda: OPTIMIZERS.SGD(0.1), epochs=1))
     trained(every_four, lambda: OPTIMIZERS.SGD(0.1), epochs=1)

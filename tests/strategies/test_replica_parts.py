@@ -164,6 +164,7 @@ def test_split_makes_the_largest_part_small(sizes: list[int], parts: int, expect
     assert set(found) == set(range(parts))
 
 
+@pytest.mark.slow
 def test_a_shared_layer_has_one_place(strategy: tfdist.MirroredStrategy) -> None:
     with strategy.scope():
         first, shared, last = (
@@ -177,18 +178,6 @@ def test_a_shared_layer_has_one_place(strategy: tfdist.MirroredStrategy) -> None
     tfdist.split(model)
     assert {len(bytes_per_device([weight])) for weight in model.weights} == {2}
     model.fit(X, Y, batch_size=8, verbose=0)
-
-
-@pytest.mark.slow  # `TestSpanningDevices` of `tests/conformance` goes on after an interruption.
-def test_resume_continues_on_the_same_places(strategy: tfdist.MirroredStrategy, tmp_path: pathlib.Path) -> None:
-    whole, broken = placed(strategy), placed(strategy)
-    fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
-    whole.fit(X, Y, epochs=2, **fit)
-    broken.fit(X, Y, epochs=1, callbacks=[tfdist.callbacks.Resume(tmp_path)], **fit)
-    again = placed(strategy)
-    again.fit(X, Y, epochs=2, callbacks=[tfdist.callbacks.Resume(tmp_path)], **fit)
-    assert_close(whole.get_weights(), again.get_weights())
-    assert set(bytes_per_device(again.layers[3].weights)) == {"1", "3"}
 
 
 @pytest.mark.parametrize(
@@ -263,6 +252,7 @@ def test_replicas_of_one_device_have_no_places(cpus: list[str]) -> None:
             call()
 
 
+@pytest.mark.slow
 def test_split_before_compile_places_a_clone(strategy: tfdist.MirroredStrategy) -> None:
     with strategy.scope():
         layers = [keras.layers.Dense(2), keras.layers.Dense(1)]
@@ -271,7 +261,9 @@ def test_split_before_compile_places_a_clone(strategy: tfdist.MirroredStrategy) 
     assert model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0).history["loss"][0] > 0
 
 
-@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize(
+    "call", ["fit", *(pytest.param(each, marks=pytest.mark.slow) for each in ("evaluate", "predict"))]
+)
 def test_layers_without_a_place_are_named(strategy: tfdist.MirroredStrategy, call: str) -> None:
     with strategy.scope():
         with tfdist.placement(0):
@@ -344,27 +336,3 @@ def test_two_workers_of_two_devices_are_as_one_device(tmp_path: pathlib.Path, po
         for wrong in (3, 4):
             assert f"devices_per_replica={wrong}): does not divide the number of devices" in found[f"refused {wrong}"]
     assert keras.models.load_model(tmp_path / "0.keras").predict(np.zeros((1, 4)), verbose=0).shape == (1, 1)
-
-
-@pytest.mark.processes
-@pytest.mark.slow  # `tests/strategies/test_parameter_averaging_workers.py` has replicas of one device.
-def test_averaged_workers_of_two_devices_are_as_of_one(tmp_path: pathlib.Path) -> None:
-    worker = _WORKER.replace("POLICIES", "[tfdist.ParameterAveraging(2)]")
-    report = "report('found', train(strategy, PLACE, 1)[1])"
-    spanning, plain = tmp_path / "spanning", tmp_path / "plain"
-    for directory in (spanning, plain):
-        directory.mkdir()
-    many = process_cluster.run(worker + _TRAINING + report.replace("PLACE", "tfdist.split"), spanning)
-    alone = "strategy = " + worker.rpartition("strategy = ")[2].replace("devices_per_replica=2, ", "")
-    one = process_cluster.run(alone + _TRAINING + report.replace("PLACE", "lambda model: None"), plain)
-    for found, expected in zip(many[0]["found"], one[0]["found"], strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.processes
-@pytest.mark.slow  # The two above are the code paths of a step; this one broadcasts variables of all parts.
-def test_workers_of_two_devices_warm_up(tmp_path: pathlib.Path) -> None:
-    report = "report('found', train(strategy, tfdist.split, 1)[1])"
-    script = _WORKER.replace("POLICIES", "[tfdist.Warmup(epochs=1)]") + _TRAINING + report
-    first, second = process_cluster.run(script, tmp_path)
-    assert first["found"] == second["found"]

@@ -194,6 +194,7 @@ def test_workers_that_join_one_at_a_time_add_their_parts(tmp_path: pathlib.Path)
         np.testing.assert_allclose(one, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_end_of_the_data_cuts_an_execution_of_the_pass_with_the_phase(tmp_path: pathlib.Path):
     for found in process_cluster.run(PREPARED + CUT, tmp_path):
         assert found == {"ends": [3, 7, 3, 7], "iterations": 12}

@@ -145,13 +145,11 @@ def fitted(strategy: Any, model: Any, loss: str | None = None, size: int = 8) ->
     return history, made.get_weights()[:4]
 
 
-def looped(strategy: Any, is_built: bool, by_name: bool = False) -> list[Any]:
+def looped(strategy: Any) -> list[Any]:
     """Losses and weights after one pass of a loop in which a layer and an optimizer are called for the first time."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
-        model = keras.Sequential(
-            [*([keras.Input((3,))] if is_built else []), keras.layers.Dense(1, kernel_regularizer="l2")]
-        )
+        model = keras.Sequential([keras.layers.Dense(1, kernel_regularizer="l2")])
         optimizer = keras.optimizers.Adam(0.01)
 
     def step(x, y):
@@ -164,10 +162,9 @@ def looped(strategy: Any, is_built: bool, by_name: bool = False) -> list[Any]:
 
     @tf.function
     def distributed(data):
-        if by_name:  # In another order than that of the parameters.
-            x, y = data
-            return strategy.reduce("SUM", strategy.run(step, kwargs={"y": y, "x": x}), axis=None)
-        return strategy.reduce("SUM", strategy.run(lambda batch: step(*batch), args=(data,)), axis=None)
+        x, y = data
+        # In another order than that of the parameters.
+        return strategy.reduce("SUM", strategy.run(step, kwargs={"y": y, "x": x}), axis=None)
 
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(10))
     batches = strategy.experimental_distribute_dataset(data)
@@ -204,11 +201,11 @@ def assert_like_one_device(strategy: Any, trained: Any, *arguments: Any) -> None
     assert_close(trained(tf.distribute.get_strategy(), *arguments), trained(strategy, *arguments))
 
 
-def updated(strategy: Any, options: dict[str, Any]) -> list[np.ndarray]:
+def updated(strategy: Any) -> list[np.ndarray]:
     """A weight, and the variables of an optimizer that is called outside of `run`."""
     with strategy.scope():
         weight = keras.Variable([[1.0, 2.0], [3.0, 4.0]])
-        optimizer = keras.optimizers.Adam(0.1, **options)
+        optimizer = keras.optimizers.Adam(0.1, gradient_accumulation_steps=2, use_ema=True, weight_decay=0.1)
         for step in range(4):
             optimizer.apply_gradients([(tf.constant([[1.0, -1.0], [0.5, step]]), weight)])
         return [weight.numpy(), *(np.asarray(variable.numpy()) for variable in optimizer.variables)]

@@ -8,7 +8,6 @@ import types
 
 import guide_nets
 import keras
-import numpy as np
 import tensorflow as tf
 from guide_nets import BATCH, Net, distributed, loop, own_name
 
@@ -53,24 +52,6 @@ def gradient_penalty(strategy):
 
     once = tf.function(lambda batch: net.total(strategy.run(step, args=(batch,))))
     return net.result([float(once(batch)) for batch in distributed(strategy)])
-
-
-@loop
-def loss_scaling(strategy):
-    net = Net(strategy, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 2.0**127, 3))
-
-    def step(batch):
-        with tf.GradientTape() as tape:
-            loss = net.loss(*batch)
-            scaled = net.optimizer.scale_loss(loss) * 8
-        weights = net.model.trainable_variables
-        gradients = [gradient / 8 for gradient in tape.gradient(scaled, weights)]
-        net.optimizer.apply(gradients, weights)
-        return loss
-
-    once = tf.function(lambda batch: net.total(strategy.run(step, args=(batch,))))
-    losses = [float(once(batch)) for _ in range(3) for batch in distributed(strategy)]
-    return [*net.result(losses), np.log2(float(net.optimizer.dynamic_scale))]
 
 
 @loop

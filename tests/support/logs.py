@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import heapq
 import os
 import pathlib
 
@@ -67,24 +66,4 @@ def write_synchronous(
         writer.add(UpdateRecord(step, now, now - opened, now - fresh[0][0], 32 * len(rows), int(step <= 3), rows))
     writer.event(EventKind.PHASE_CHANGED, "all replicas train", time=0.5)
     writer.event(EventKind.LOST, "no answer for 10 s", worker=num_workers - 1, time=now)
-    writer.close()
-
-
-def write_asynchronous(
-    directory: str | os.PathLike[str], num_workers: int = 3, num_updates: int = 100, bound: int = 2
-) -> None:
-    """Writes the log of asynchronous updates in which fast workers are held back after so many steps."""
-    names = tuple(f"worker:{index}" for index in range(num_workers))
-    header = Header("async", "chief:0", names, "ParameterServerStrategy", (f"BoundedStaleness(bound={bound})",), 2e9)
-    writer = LogWriter(str(pathlib.Path(directory, "policy", "updates")), header, flush_secs=3600.0)
-    random = np.random.default_rng(0)
-    flying = [(float(random.gamma(8.0, 0.01) * (1 + index)), index, 0.0, 0, 0.0) for index in range(num_workers)]
-    heapq.heapify(flying)
-    for step in range(1, num_updates + 1):
-        arrival, worker, start, seen, held = heapq.heappop(flying)
-        row = (worker, start, arrival, int(Outcome.ACCEPTED), step - 1 - seen, 1.0, held)
-        writer.add(UpdateRecord(step, arrival + 0.001, 0.01, 0.0, 32, 0, [row]))
-        held = 0.02 if worker == 0 else 0.0
-        begin = arrival + 0.002 + held
-        heapq.heappush(flying, (begin + float(random.gamma(8.0, 0.01) * (1 + worker)), worker, begin, step, held))
     writer.close()

@@ -126,6 +126,7 @@ def test_without_policies_it_shows_speed_and_times(cpus: list[str], tmp_path: pa
     assert scalars(tmp_path / "known")["tfdist/speed/examples_per_sec"] == {31: 16.0, 40: 16.0}
 
 
+@pytest.mark.slow  # `test_updates_of_a_warmup_phase_are_in_the_log` has the phase.
 @pytest.mark.devices
 def test_after_a_warmup_alone_each_batch_is_an_update(cpus: list[str], tmp_path: pathlib.Path) -> None:
     clock, strategy = Clock(), tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(steps=4)])
@@ -219,6 +220,7 @@ def test_beside_keras_tensorboard_it_writes_other_runs(cpus: list[str], tmp_path
     assert not telemetry_files.tags(tmp_path).keys() & {"train", "validation"}
 
 
+@pytest.mark.slow  # `test_beside_keras_tensorboard_it_writes_other_runs` has a writer.
 @pytest.mark.devices
 def test_beside_a_writer_of_the_users_own_it_writes_another_run(cpus: list[str], tmp_path: pathlib.Path) -> None:
     with tf.summary.create_file_writer(str(tmp_path)).as_default():
@@ -227,6 +229,7 @@ def test_beside_a_writer_of_the_users_own_it_writes_another_run(cpus: list[str],
     assert telemetry_files.tags(tmp_path).keys() == {"tfdist", "train"}
 
 
+@pytest.mark.slow  # The next test has another path that fails.
 @pytest.mark.devices
 def test_a_directory_that_vanishes_is_one_warning(
     cpus: list[str], tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
@@ -284,6 +287,7 @@ def test_training_that_raised_is_closed_and_logged(cpus: list[str], tmp_path: pa
     assert read_logs(tmp_path).ended == "ended by RuntimeError"
 
 
+@pytest.mark.slow
 @pytest.mark.devices
 def test_a_fit_within_a_fit_gives_the_log_back(cpus: list[str], tmp_path: pathlib.Path) -> None:
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
@@ -315,6 +319,7 @@ def test_replica_with_a_slow_input_is_named_in_all_views(cpus: list[str], tmp_pa
     assert timeline.total().dropped[0].tolist() == list(report.dropped.values())
 
 
+@pytest.mark.slow
 @pytest.mark.devices
 def test_validations_and_checkpoints_are_in_the_log_until_the_end(cpus: list[str], tmp_path: pathlib.Path) -> None:
     saving = keras.callbacks.ModelCheckpoint(tmp_path / "saved.keras")
@@ -345,6 +350,7 @@ def test_updates_of_a_warmup_phase_are_in_the_log(cpus: list[str], tmp_path: pat
     assert timeline.events.event_kind.tolist() == [EventKind.PHASE_CHANGED, EventKind.FINISHED]
 
 
+@pytest.mark.slow
 @pytest.mark.devices
 def test_points_go_on_where_a_resumed_training_does(cpus: list[str], tmp_path: pathlib.Path) -> None:
     for epochs in (1, 2):

@@ -17,7 +17,11 @@ from tfdist.transforms import GradientTransform
 
 T = tfdist.transforms
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(300)]
-EACH = pytest.mark.parametrize("policies", [list, lambda: [tfdist.BackupWorkers(0)]], ids=["stock", "threads"])
+EACH = pytest.mark.parametrize(
+    "policies",
+    [list, pytest.param(lambda: [tfdist.BackupWorkers(0)], marks=pytest.mark.slow)],
+    ids=["stock", "threads"],
+)
 
 
 def fit(transforms: list[Any], policies: Any = (), devices: int = 2, **options: Any) -> tuple[Any, Any]:
