@@ -12,6 +12,8 @@ KUBE_BIN =
 PYTEST = $(BIN)/python -m pytest
 # Several files of tests at a time: most of them wait for processes that they have started. FLAGS="-n 0" for one.
 PARALLEL = -n 4 --dist loadfile --no-loadscope-reorder
+# Has how long each test took.
+REPORT = --junitxml=build/tests.xml
 
 SRC =
 
@@ -27,10 +29,10 @@ chaos: venv  ## train while a random task is killed every 10 s (about 10 minutes
 	@$(BIN)/python experiments/chaos/run.py --flagfile=experiments/chaos/chaos.flags $(FLAGS)
 
 test: venv  ## run all tests but the slow ones (about 25 minutes of 2 cores); FLAGS=... adds pytest's flags
-	$(PYTEST) $(PARALLEL) $(FLAGS)
+	$(PYTEST) $(PARALLEL) $(REPORT) $(FLAGS)
 
 test-all: venv  ## the same and the slow ones (about an hour)
-	$(PYTEST) $(PARALLEL) -m "not slurm and not real_ssh" $(FLAGS)
+	$(PYTEST) $(PARALLEL) $(REPORT) -m "not slurm and not real_ssh" $(FLAGS)
 
 # Two environments of their own, .venv-oldest and .venv-newest.
 test-versions: $(foreach versions,oldest newest,test-$(versions))  ## run all tests with the oldest and the newest TensorFlow and Keras that setup.py admits

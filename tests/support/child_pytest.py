@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs files of checks in a pytest of their own: a process that has joined a cluster belongs to it for good.
 
-Of several workers each runs the same checks. What they found becomes tests of the pytest that asks.
+Of several workers each runs the same checks. What they found becomes tests of the pytest that asks, and how long each
+took becomes the property `secs` of its test.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def run(
       num_workers: how many workers of one cluster run them; 0 for a process without TF_CONFIG.
       owners: the classes of the checks to run, of which "" is none; all by default.
     """
-    ours = [item.callspec.params["check"] for item in request.session.items if item.path == request.path]
-    chosen = [str(check) for check in ours if owners is None or check.owner in owners]
+    ours = {item: item.callspec.params["check"] for item in request.session.items if item.path == request.path}
+    chosen = [str(check) for check in ours.values() if owners is None or check.owner in owners]
     options = ["-q", "-p", plugin, "-p", "no:cacheprovider", "--timeout=240", "--tb=short"]
     options += ["-m", request.config.option.markexpr, f"--rootdir={HERE.parent}"]
     with PortReservation(num_workers) as reserved, contextlib.ExitStack() as stack:
@@ -128,7 +129,11 @@ def run(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(1.0, deadline - time.monotonic()))
     indices = range(num_workers or 1)
-    first, *others = (_read(shared / f"{index}.xml") for index in indices)
+    (first, secs), *rest = (_read(shared / f"{index}.xml") for index in indices)
+    others = [found for found, _ in rest]
+    for item, check in ours.items():
+        if check.key in secs:
+            item.user_properties.append(("secs", secs[check.key]))
     problems = {
         key: [*found, *(problem for each in others for problem in each[key])]
         for key, found in first.items()
@@ -157,15 +162,17 @@ def _folders() -> list[str]:
     return [str(HERE / "strategies"), str(HERE / "conformance"), str(HERE / "support")]
 
 
-def _read(report: pathlib.Path) -> dict[tuple[str, str], list[str]]:
-    """Problems by check, and by check with its parameters; nothing without a report."""
+def _read(report: pathlib.Path) -> tuple[dict[tuple[str, str], list[str]], dict[tuple[str, str], float]]:
+    """(problems, seconds) by check, and by check with its parameters; nothing without a report."""
     found: dict[tuple[str, str], list[str]] = {}
+    secs: dict[tuple[str, str], float] = {}
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         owner, name = case.get("classname", "").split(".")[-1], case.get("name", "")
         problems = [f"{name}\n{problem.text}" for problem in case if problem.tag in ("failure", "error")]
         for key in {name, name.split("[")[0]}:
             found.setdefault((owner, key), []).extend(problems)
-    return found
+            secs[owner, key] = secs.get((owner, key), 0.0) + float(case.get("time", 0.0))
+    return found, secs
 
 
 def _end(process: prefork.Process) -> None:
