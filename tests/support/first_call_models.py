@@ -162,9 +162,7 @@ def looped(strategy: Any) -> list[Any]:
 
     @tf.function
     def distributed(data):
-        x, y = data
-        # In another order than that of the parameters.
-        return strategy.reduce("SUM", strategy.run(step, kwargs={"y": y, "x": x}), axis=None)
+        return strategy.reduce("SUM", strategy.run(lambda batch: step(*batch), args=(data,)), axis=None)
 
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(10))
     batches = strategy.experimental_distribute_dataset(data)
