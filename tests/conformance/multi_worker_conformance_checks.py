@@ -49,7 +49,6 @@ class TestMultiWorker(Workers):
                 f"loop, {name}"
                 for name in (
                     *("iterator_as_an_argument", "next_until_the_end", "data_sets_from_a_function", "models_saved"),
-                    *("reduced_within_a_replica", "data_set_as_an_argument"),
                 )
             ),
         }

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import guide_loops
 import pytest
-from cases import LOOPS, TRANSFORMS
+from cases import LOOPS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 from training import SETTINGS
 
@@ -37,10 +37,9 @@ class TestAsynchronous(Conformance):
     # `TestMirrored` has the other numbers, and `TestAggregated` what happens to parts of a batch.
     quick = frozenset(
         {
-            *("compiled outside of the scope", "single batches", "no batches", TRANSFORMS[1], "sparse"),
+            *("compiled outside of the scope", "single batches", "sparse"),
             *("restored with its optimizer before it is built", "metric that shows its variable"),
-            *("own functions, step decorated", "no run, in scope, graph, loss scale"),
-            *("first call, without a seed", "first call, loop"),
+            *("own functions, step decorated", "no run, in scope, graph, loss scale", "first call, without a seed"),
             *("loop, metrics_and_evaluation_within_the_loop", "loop, models_saved", "loop, checkpoints"),
         }
     )

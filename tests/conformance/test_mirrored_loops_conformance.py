@@ -25,11 +25,10 @@ class TestMirroredLoops(Numbers):
             *(
                 f"loop, {name}"
                 for name in (
-                    *("for_outside_of_a_graph", "captured_data_set", "batches_unpacked_by_the_caller"),
-                    *("optional_in_a_graph", "loop_within_a_replica", "results_of_replicas", "structures_of_results"),
-                    *("values_from_a_function", "two_optimizers_and_a_persistent_tape", "train_function_of_keras"),
-                    *("gradients_clipped_after_their_sum", "metrics_and_evaluation_within_the_loop"),
-                    "optimizers_made_outside_of_the_scope",
+                    *("for_outside_of_a_graph", "batches_unpacked_by_the_caller", "optional_in_a_graph"),
+                    *("results_of_replicas", "values_from_a_function", "reduced_within_a_replica"),
+                    *("two_optimizers_and_a_persistent_tape", "gradients_clipped_after_their_sum"),
+                    *("metrics_and_evaluation_within_the_loop", "optimizers_made_outside_of_the_scope"),
                 )
             ),
         }

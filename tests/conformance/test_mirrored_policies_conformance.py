@@ -22,15 +22,19 @@ class TestBackupWorkers(Conformance):
     # Batches are handles, which the thread of a device reads. `TestMirrored` has the others of each kind.
     quick = frozenset(
         {
-            *("accumulation, clipnorm, ema", "loss scale, accumulation", "embedding, places", "own functions"),
-            *("transforms, clip rows after the sum", "ragged", "order of the data"),
+            *(
+                "accumulation, clipnorm, ema",
+                "loss scale, accumulation",
+                "embedding, places",
+                "own functions",
+                "ragged",
+            ),
             *("step mean_by_hand, one over", "step of_both", "step with slices"),
         }
     )
     # `TestAggregated` has others with the same policy, or a policy has no part in them.
     quick_tests = frozenset(
         {
-            "test_every_batch_of_a_generator_is_used_once",
             "test_exception_in_the_step_keeps_its_type",
             "test_own_train_step_keeps_its_logs",
             "test_replicas_without_examples_leave_no_trace",
@@ -45,7 +49,7 @@ class TestBackupWorkers(Conformance):
 
 class TestParameterAveraging(AveragingEveryStep):
     quick = frozenset({"sum loss, eagerly"})
-    quick_tests = frozenset({"test_replicas_without_examples_leave_no_trace"})
+    quick_tests = frozenset()
 
     @pytest.fixture(scope="class")
     @classmethod

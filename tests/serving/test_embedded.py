@@ -146,6 +146,7 @@ def wait_until(condition, timeout_secs=60):
 """
 
 
+@pytest.mark.slow  # `test_killed_worker_leaves_every_example_used_once` does, too.
 @pytest.mark.processes
 def test_a_killed_worker_is_started_again_and_training_goes_on(tmp_path: pathlib.Path) -> None:
     script = """
@@ -397,6 +398,7 @@ def test_servers_load_operations_before_and_after_their_start(tmp_path: pathlib.
         assert said.endswith("import its package above the line that builds the strategy")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_constructor_that_raises_ends_its_processes_and_another_follows(tmp_path: pathlib.Path) -> None:
     script = """

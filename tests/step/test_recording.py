@@ -139,8 +139,8 @@ class Persistent(Stepping):
     ("make", "lines"),
     [
         (lambda: Stepping(nothing, of_a_weight), 1),
-        (lambda: Stepping(of_a_weight, of_the_count), 0),
-        (lambda: Persistent(nothing, nothing), 0),
+        pytest.param(lambda: Stepping(of_a_weight, of_the_count), 0, marks=pytest.mark.slow),
+        pytest.param(lambda: Persistent(nothing, nothing), 0, marks=pytest.mark.slow),
     ],
     ids=["read after", "read before", "gradient after"],
 )

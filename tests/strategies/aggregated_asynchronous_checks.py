@@ -201,6 +201,7 @@ def test_in_the_warmup_phase_it_is_one_device_and_weights_scale_its_gradients(
     assert strategy.report().accepted == {"worker:0": 24 * 4, "worker:1": 0, "worker:2": 0, "worker:3": 0}
 
 
+@pytest.mark.slow  # `test_warmup_devices.py` has what follows the phase.
 @pytest.mark.parametrize("data", [shuffled, pytest.param(generator, marks=pytest.mark.slow)])
 def test_after_the_warmup_phase_all_take_part_in_the_same_fit(
     with_policies: Policies, data: Callable[[], tf.data.Dataset]
@@ -245,6 +246,7 @@ def test_what_is_too_old_is_dropped_and_the_pass_still_ends(
     assert f"this pass over the data made {report.updates} updates" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_rule_that_gives_no_weight_ends_fit_and_the_next_one_is_clean(with_policies: Policies) -> None:
     weights = iter([1.0, 1.0, 1.0, 1.0, float("nan")])
     strategy = with_policies(tfdist.StalenessScaling(lambda staleness: next(weights, 1.0)))

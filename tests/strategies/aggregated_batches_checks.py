@@ -41,6 +41,7 @@ def dataset() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
 
 
+@pytest.mark.slow
 def test_statistics_of_layers_are_those_of_all_workers(strategy: Any) -> None:
     def make() -> keras.Model:
         return keras.Sequential(
@@ -69,6 +70,7 @@ def generated() -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(lambda: zip(X, Y, strict=True), output_signature=specs).batch(BATCH)
 
 
+@pytest.mark.slow  # `tests/conformance` has known sizes.
 @pytest.mark.parametrize(
     "make",
     [lambda: weighted(dataset().shuffle(9)), lambda: weighted(generated())],

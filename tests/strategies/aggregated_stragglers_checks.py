@@ -147,6 +147,7 @@ def test_the_own_policy_of_the_page_shares_updates_fairly(with_policies: Callabl
     assert sum(report.dropped.values()) <= 24
 
 
+@pytest.mark.slow
 def test_slow_input_of_a_worker_with_spares_is_named(with_spares: Callable[[int], Any]) -> None:
     strategy = with_spares(1)
 
@@ -171,6 +172,7 @@ def test_evaluate_while_a_straggler_computes(with_spares: Callable[[int], Any], 
     assert history["val_loss"][-1] == pytest.approx(np.mean((model.predict(X, verbose=0) - Y) ** 2), rel=1e-3)
 
 
+@pytest.mark.slow  # The next test kills one while it pushes.
 @pytest.mark.parametrize("spares", [1, 0])
 def test_a_worker_killed_while_it_computes(
     with_spares: Callable[[int], Any], straggler: Straggler, spares: int, capfd: pytest.CaptureFixture

@@ -213,6 +213,7 @@ def test_gradient_not_finite_keeps_states(with_policies: Callable[..., Any]) -> 
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_state_of_a_model_that_is_gone_is_freed_on_workers(with_policies: Callable[..., Any]) -> None:
     feedback = with_policies(tfdist.Compression(SignSGD())).distribution.saved_state._of_workers["Compression"]
     memory = feedback.memory
@@ -243,6 +244,7 @@ def test_state_of_a_model_that_is_gone_is_freed_on_workers(with_policies: Callab
     assert is_anywhere(trained())
 
 
+@pytest.mark.slow
 def test_process_without_codecs_raises_an_error(cluster: Any) -> None:
     with tf.device("/job:chief/replica:0/task:0/device:CPU:0"), pytest.raises(tf.errors.InvalidArgumentError):
         servers.call_function([tf.constant(on_servers.request("probe"))], [tf.uint8])

@@ -118,12 +118,14 @@ def test_a_generator_of_dicts_is_predicted_in_order(strategy: Any) -> None:
     assert doubling.evaluate(pairs, verbose=0)[1] == pytest.approx(np.mean(predicted))
 
 
+@pytest.mark.slow  # `test_mirrored.py` has it.
 def test_the_unannounced_end_of_the_data_is_no_step(strategy: Any) -> None:
     model = compiled(strategy)
     model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: True).batch(8), epochs=3, verbose=0)
     assert int(model.optimizer.iterations) == 18
 
 
+@pytest.mark.slow  # `tests/conformance` has workers without examples.
 def test_a_worker_without_examples_has_the_weights_of_the_other(strategy: Any, both: Both) -> None:
     model = compiled(strategy, normalized)
     history = model.fit(X[:9], Y[:9], batch_size=8, epochs=2, verbose=0, validation_split=0.2).history
@@ -131,6 +133,7 @@ def test_a_worker_without_examples_has_the_weights_of_the_other(strategy: Any, b
     tf.nest.map_structure(np.testing.assert_array_equal, *both(model.get_weights()))
 
 
+@pytest.mark.slow  # `tests/conformance` has "single batches".
 def test_single_batches_train_all_workers(strategy: Any, both: Both) -> None:
     with strategy.scope():
         model = compiled(strategy)
@@ -141,6 +144,7 @@ def test_single_batches_train_all_workers(strategy: Any, both: Both) -> None:
     tf.nest.map_structure(np.testing.assert_array_equal, *both(model.get_weights()))
 
 
+@pytest.mark.slow
 def test_gather_traces_once_for_values_of_all_lengths(strategy: Any) -> None:
     start = index()
     strategy._gathers.clear()
@@ -457,6 +461,7 @@ def test_a_model_of_one_device_may_train_on_each_worker(strategy: Any) -> None:
         assert int(model.optimizer.iterations) == 1
 
 
+@pytest.mark.slow
 def test_the_chief_alone_shows_progress_unless_asked(strategy: Any) -> None:
     model = compiled(strategy)
 
@@ -609,6 +614,7 @@ def test_gradients_that_are_the_same_on_all_workers_are_applied_once(strategy: A
     tf.nest.map_structure(np.testing.assert_array_equal, *both(model.get_weights()))
 
 
+@pytest.mark.slow
 def test_a_worker_may_train_a_model_of_its_own(strategy: Any) -> None:
     del strategy
     alone = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])

@@ -31,6 +31,7 @@ def test_an_update_is_made_of_the_gradients_of_one_worker(strategy: Any, steps: 
     assert int(model.optimizer.iterations) == updates(strategy) - before == sum(share // steps for share in SHARES)
 
 
+@pytest.mark.slow
 def test_gradients_left_over_count_in_the_next_pass(strategy: Any) -> None:
     model = dense(strategy, lambda: OPTIMIZERS.SGD(0.05, gradient_accumulation_steps=2))
     history = fit(model, dataset(), epochs=8)

@@ -11,6 +11,7 @@ import pytest
 from first_call_models import Mixed
 
 
+@pytest.mark.slow
 def test_a_step_of_its_own_takes_batches_without_an_axis_of_examples(strategy: Any) -> None:
     first_call_models.assert_like_one_device(strategy, first_call_models.fitted_with_pairs)
 

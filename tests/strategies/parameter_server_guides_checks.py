@@ -72,6 +72,7 @@ def test_a_batch_given_to_two_functions_is_the_same(strategy: Any) -> None:
     assert sum(once for once, _ in sums) == TOTAL
 
 
+@pytest.mark.slow
 def test_a_batch_given_to_a_function_without_result_first_is_the_same(strategy: Any) -> None:
     with strategy.scope():
         seen = tf.Variable(0, dtype=tf.int64)
@@ -82,6 +83,7 @@ def test_a_batch_given_to_a_function_without_result_first_is_the_same(strategy: 
     assert found == int(seen) == TOTAL
 
 
+@pytest.mark.slow
 def test_batches_of_two_data_sets_go_into_one_step(strategy: Any) -> None:
     both = zip(numbers(strategy), numbers(strategy, lambda data: data.map(lambda i: i + 100)), strict=True)
     assert sum(int(total(strategy, x, y)) for x, y in both) == 2 * TOTAL + 100 * COUNT
@@ -100,6 +102,7 @@ def test_the_value_of_a_batch_is_read_where_it_is_looked_at(strategy: Any) -> No
     assert seen == list(range(COUNT))
 
 
+@pytest.mark.slow
 def test_the_value_of_a_batch_that_a_worker_has_read_is_fetched(strategy: Any) -> None:
     sums = [(int(total(strategy, batch)), int(np.sum(batch.numpy()))) for batch in numbers(strategy)]
     assert all(once == again for once, again in sums)

@@ -216,6 +216,7 @@ def test_steps_per_epoch_of_data_that_end_within(strategy: Any) -> None:
     assert int(model.optimizer.iterations) == STEPS - 3
 
 
+@pytest.mark.slow
 def test_more_workers_than_batches(strategy: Any) -> None:
     few = NUM_WORKERS - 2
     history = fit(observed_often(strategy), slices().take(few).batch(1), epochs=3)

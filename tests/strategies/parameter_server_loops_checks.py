@@ -152,6 +152,7 @@ def test_a_loop_over_distributed_data(strategy: Any, in_graph: bool) -> None:
     assert sum(losses[STEPS:]) < sum(losses[:STEPS])
 
 
+@pytest.mark.slow
 def test_a_loop_of_steps_without_a_result_is_counted_at_the_end(strategy: Any) -> None:
     model = dense(strategy)
     with strategy.scope():
@@ -200,7 +201,7 @@ def test_shapes_that_do_not_fit_reach_the_user(strategy: Any) -> None:
     works_again(strategy)
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_error_of_an_operation_reaches_the_user(strategy: Any, eager: bool) -> None:
     class Broken(Own):
         def train_step(self, data: Any) -> Any:
@@ -244,6 +245,7 @@ def test_an_error_late_in_the_data_reaches_the_user(strategy: Any) -> None:
     works_again(strategy)
 
 
+@pytest.mark.slow  # `tests/conformance` has an error in the data of `fit`.
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_an_error_in_the_data_of_evaluate_and_predict_reaches_the_user(strategy: Any, method: str) -> None:
     broken = dataset().map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "my own message"), y))
@@ -265,6 +267,7 @@ def test_an_error_in_a_callback_leaves_the_cluster_usable(strategy: Any) -> None
 # What `closures` says about TensorFlow's coordinator.
 
 
+@pytest.mark.slow
 def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
     coordinator, seen = strategy.distribution.coordinator, []
 
@@ -282,6 +285,7 @@ def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
     assert not has_failed(coordinator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_step_of_a_loop_outside_of_a_graph_is_traced_once(strategy: Any, is_new: bool) -> None:
     traced = []

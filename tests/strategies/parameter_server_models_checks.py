@@ -127,6 +127,7 @@ def test_two_optimizers_in_one_model(strategy: Any) -> None:
     assert int(model.second.iterations) == int(model.optimizer.iterations) == STEPS
 
 
+@pytest.mark.slow  # `test_the_report_tells_how_stale_each_gradient_was` has single steps.
 def test_several_steps_per_execution_count_stale_gradients(strategy: Any) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((256,)), *(keras.layers.Dense(256) for _ in range(3))])
@@ -240,6 +241,7 @@ def test_data_set_captured_in_a_step_is_refused(strategy: Any, call: str) -> Non
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow  # `tests/conformance` has `fit`.
 def test_xla_is_refused_for_evaluate_and_predict_too(strategy: Any) -> None:
     model = dense(strategy, jit_compile=True)
     for use in (lambda: model.evaluate(X, Y, verbose=0), lambda: model.predict(X, verbose=0)):

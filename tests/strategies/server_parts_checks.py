@@ -134,6 +134,7 @@ def test_asynchronous_policies_train(with_policies: Callable[..., Any], policy: 
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.slow  # `test_sharded_tables.py` has tables on one device each.
 def test_tables_in_shards_are_as_on_one_device(strategy: Any, with_policies: Callable[..., Any]) -> None:
     """The strategy of this cluster has a partitioner, which takes the large table alone."""
 
@@ -158,6 +159,7 @@ def test_tables_in_shards_are_as_on_one_device(strategy: Any, with_policies: Cal
     assert_close(found[0], found[2])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_files_and_resumed_runs_continue(strategy: Any, tmp_path: pathlib.Path) -> None:
     whole, broken = made(strategy), made(strategy)

@@ -200,6 +200,7 @@ def test_transforms_after_a_sum_by_mpi_are_those_of_one_device(tmp_path: pathlib
     assert_close(found["found"], found["alone"])
 
 
+@pytest.mark.slow  # `multi_worker_checks.py` tells a slow sum apart.
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())

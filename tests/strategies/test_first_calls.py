@@ -57,6 +57,7 @@ class OverData(keras.Model):
         return {"total": sum(tf.reduce_sum(each) for each in tf.data.Dataset.range(12).batch(5))}
 
 
+@pytest.mark.slow
 def test_python_loop_over_a_data_set_in_a_step_raises_as_on_one_device(strategy: Any) -> None:
     for each in (tf.distribute.get_strategy(), strategy):
         with each.scope():
@@ -243,9 +244,8 @@ def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) 
     assert float(weight.value.values[1]) == float(weight.value.values[0]) == 0.0
 
 
-@pytest.mark.parametrize("in_scope", [True, False])
-def test_a_loop_without_run_trains_on_one_worker(in_scope: bool) -> None:
-    first_call_models.assert_like_one_device(tfdist.MultiWorkerMirroredStrategy(), plainly_looped, in_scope, True)
+def test_a_loop_without_run_trains_on_one_worker() -> None:
+    first_call_models.assert_like_one_device(tfdist.MultiWorkerMirroredStrategy(), plainly_looped, False, True)
 
 
 @pytest.mark.parametrize("in_scope", [True, False])

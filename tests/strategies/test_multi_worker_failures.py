@@ -206,6 +206,7 @@ def test_killed_worker_is_named_by_each_other_in_one_line(tmp_path: pathlib.Path
     assert kind == "mpi" or last.endswith("go on from a checkpoint with tfdist.callbacks.Resume)")
 
 
+@pytest.mark.slow  # An exception reaches all by TensorFlow, and a kill by MPI.
 @_needs_mpi
 def test_an_error_of_tensorflow_in_one_worker_reaches_all_by_mpi_too(tmp_path: pathlib.Path):
     fails = "def misfortune():\n    raise tf.errors.InvalidArgumentError(None, None, 'a label of 12 in 10 classes')\n"

@@ -260,6 +260,7 @@ def test_a_path_that_can_not_be_written_ends_no_training(
     assert "can't be written" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.devices
 def test_nothing_is_kept_and_no_thread_runs_without_the_callback(cpus: list[str], tmp_path: pathlib.Path) -> None:
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=1)])
