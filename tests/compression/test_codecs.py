@@ -38,8 +38,17 @@ SHAPES = ((7, 5), (), (3, 0, 2), (300, 40), (2, 3, 4, 5), (257,))
 MANY_SHAPES = (*SHAPES, (1,), (0,), (3,), (2, 2), (9,))
 # A gradient moves a velocity, and is sent more than once in the long run.
 WITHOUT_MOMENTUM = [codec for codec in CODECS if not getattr(codec, "momentum", 0)]
-each_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
-each_gathered_codec = pytest.mark.parametrize("codec", GATHERED, ids=repr)
+# Other settings of codecs that are here.
+_OTHERS = {repr(CODECS[index]) for index in (1, 3, 5, 6, 11)}
+
+
+def _each(codecs: Sequence[Codec]) -> pytest.MarkDecorator:
+    marks = [pytest.mark.slow]
+    found = [pytest.param(each, id=repr(each), marks=marks if repr(each) in _OTHERS else []) for each in codecs]
+    return pytest.mark.parametrize("codec", found)
+
+
+each_codec, each_gathered_codec, each_without_momentum = (_each(c) for c in (CODECS, GATHERED, WITHOUT_MOMENTUM))
 
 
 def gradients(
@@ -74,7 +83,7 @@ def assert_equal_states(one: dict[str, tf.Tensor], other: dict[str, tf.Tensor]) 
         np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
-@pytest.mark.parametrize("codec", WITHOUT_MOMENTUM, ids=repr)
+@each_without_momentum
 def test_sent_plus_kept_equals_what_came_in(codec: Codec):
     state = codec.init(specs_of(gradients(0)))
     sent, came = 0.0, 0.0
@@ -85,7 +94,7 @@ def test_sent_plus_kept_equals_what_came_in(codec: Codec):
         np.testing.assert_allclose(sent + residual(state, tensors), came, rtol=1e-5, atol=20 * tolerance(codec))
 
 
-@pytest.mark.parametrize("codec", WITHOUT_MOMENTUM, ids=repr)
+@each_without_momentum
 def test_the_sum_over_workers_is_equal_on_all(codec: Codec):
     num_workers = 3
     states = [codec.init(specs_of(gradients(0)))] * num_workers
@@ -148,7 +157,7 @@ def test_empty_steps_are_legal(codec: Codec, shapes: tuple[tuple[int, ...], ...]
     assert specs_of(sums) == specs_of(tensors)
 
 
-@pytest.mark.parametrize("codec", WITHOUT_MOMENTUM, ids=repr)
+@each_without_momentum
 def test_denormals_are_kept_or_sent(codec: Codec):
     tensors = [tf.constant([1e-42, -1e-40, 1.0, 0.0])]
     sums, state = codec.exchange(tensors, codec.init(specs_of(tensors)), LocalTransport())

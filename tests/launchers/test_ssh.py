@@ -245,7 +245,10 @@ def test_a_task_that_a_signal_ends_has_128_and_its_number(launch):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGINT))],
+)
 def test_nothing_outlives_the_launcher(launch, signum):
     # Ignores what is polite, and has a child in a session of its own.
     text = """
