@@ -354,10 +354,10 @@ class Report:
       memory_bytes: resident memory of the process of each task, where it is known.
       message_bytes: bytes of the messages that each worker has sent by `ParameterAveraging` or `Compression`. Headers,
         and all else that the process sends, are not counted. 0 under other policies.
-      input_secs: the part of `step_secs` in which a worker waited for its batch, by worker; of synchronous training
-        without a policy.
+      input_secs: the part of `step_secs` in which a worker waited for its batch, by worker, where workers read.
       compute_secs: the other part, likewise.
-      rest_secs: time from the end of an all-reduce to the worker's next call of its data: update, callbacks. Likewise.
+      rest_secs: time from the end of an all-reduce to the worker's next call of its data: update, callbacks. Of
+        synchronous training without a policy.
       reduce_secs: time from the last gradient to the end of the all-reduce. Likewise.
       own_secs: interval of the median of what a worker takes itself: its rest and its step.
       late_secs: likewise of the time from the first gradient of a step to its own, without a policy.
