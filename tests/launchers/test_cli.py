@@ -136,7 +136,7 @@ def test_names_of_other_launchers_bring_ours(platform, written, meant, capsys):
         ("launch slurm --exclusive", "unknown flag --exclusive; for an option of Slurm, write --sbatch=--exclusive"),
         (
             "launch slurm --container-image=i",
-            "unknown flag --container-image; for an option of Slurm, write --sbatch=--",
+            "unknown flag --container-image; for an option of srun, write --srun=--container-image=i",
         ),
         ("launch slurm -p gpu", "unknown flag -p; did you mean --partition=gpu?"),
         ("launch slurm --gpus=8", "unknown flag --gpus; did you mean --gpus_per_node?"),

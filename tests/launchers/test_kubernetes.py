@@ -41,7 +41,8 @@ def full():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_plan_as_text(form):
+def test_a_plan_as_text(form, monkeypatch):
+    monkeypatch.setattr(kubernetes.secrets, "token_hex", lambda size: "a secret")
     assert str(kubernetes.plan(full(), form)) == (GOLDEN / f"kubernetes_{form}.yaml").read_text()
 
 
@@ -207,3 +208,45 @@ def test_a_pod_that_is_ended_before_its_script_runs_is_preempted(tmp_path, step)
     command = [sys.executable, "-c", END_EARLY, step, "--num_workers=1", "--host_format=localhost", "--", str(script)]
     done = subprocess.run(command, env={**os.environ, "JOB_COMPLETION_INDEX": "0"}, timeout=60, check=False)
     assert done.returncode == (75 if step == "command_line.parse" else 143)  # As the script ends without a handler.
+
+
+def test_patches_merge_by_kind_and_lists_by_name(tmp_path):
+    path = tmp_path / "patches.yaml"
+    path.write_text(
+        """
+kind: Job
+metadata: {name: run1-ps}
+spec: {template: {spec: {priorityClassName: high, containers: [{name: task, env: [{name: A, value: b}]}]}}}
+---
+kind: Job
+spec: {ttlSecondsAfterFinished: null, template: {spec: {tolerations: [{key: gpu}]}}}
+"""
+    )
+    found = kubernetes.plan(pods(), patches=kubernetes.read_patches(str(path))).objects
+    plain = kubernetes.plan(pods()).objects
+    assert found[1:3] == plain[1:3]
+    jobs = {each["metadata"]["name"]: each["spec"] for each in found if each["kind"] == "Job"}
+    assert all("ttlSecondsAfterFinished" not in each for each in jobs.values())
+    specs = {name: each["template"]["spec"] for name, each in jobs.items()}
+    assert all(each["tolerations"] == [{"key": "gpu"}] for each in specs.values())
+    assert [name for name, each in specs.items() if "priorityClassName" in each] == ["run1-ps"]
+    (servers,) = (each for each in plain if each["metadata"]["name"] == "run1-ps")
+    (container,), (before,) = specs["run1-ps"]["containers"], servers["spec"]["template"]["spec"]["containers"]
+    assert container == {**before, "env": [*before["env"], {"name": "A", "value": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kind: Pod", "--patch is for none of the objects; give `kind` one of Secret run1, Service run1, "),
+        ("kind: Job\nmetadata: {name: other}", "--patch is for none of the objects"),
+        ("- a list", "--patch is for none of the objects"),
+        ("{", "--patch can't be read: "),
+    ],
+)
+def test_patch_for_no_object_is_one_line(tmp_path, text, words):
+    path = tmp_path / "patch.yaml"
+    path.write_text(text)
+    with pytest.raises(requests.LaunchError) as caught:
+        kubernetes.plan(pods(), patches=kubernetes.read_patches(str(path)))
+    assert str(caught.value).startswith(words) and "\n" not in str(caught.value)

@@ -23,14 +23,16 @@ def cluster(tmp_path, monkeypatch):
     return fake_kubectl.install(tmp_path)
 
 
-def test_what_is_submitted_is_the_plan_and_a_secret(cluster, capsys):
-    arguments = ["--gpus_per_worker=2", *ARGUMENTS]
+def test_what_is_submitted_is_the_plan_with_a_new_secret(cluster, capsys, tmp_path):
+    patch = tmp_path / "patch.yaml"
+    patch.write_text("kind: Job\nspec: {template: {spec: {tolerations: [{key: gpu}]}}}\n")
+    arguments = ["--gpus_per_worker=2", f"--patch={patch}", *ARGUMENTS]
     assert kubernetes.main(["--dry_run", *arguments]) == 0
     text = capsys.readouterr().out
     assert kubernetes.main(arguments) == 0
-    first, _, rest = cluster.read()["text"].partition("---\n")
-    assert rest == text
-    assert "kind: Secret" in first and "job-secret" in first and "kind: Secret" not in text
+    (drawn, planned), (submitted, rest) = (each.split("---\n", 1) for each in (text, cluster.read()["text"]))
+    assert rest == planned and "key: gpu" in rest
+    assert "kind: Secret" in drawn and "kind: Secret" in submitted and drawn != submitted
     shown = capsys.readouterr()
     assert sorted(shown.out.splitlines()) == [f"{name} created" for name in ALL]
     assert cluster.names == ALL

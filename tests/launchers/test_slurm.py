@@ -38,6 +38,8 @@ def test_a_plan_as_text():
         env={"DATA": "a \"b\" 'c' $d\ne"},
         options={"partition": "gpu", "time": "4:00:00", "output": "slurm-%j.out"},
         extra=("--exclusive",),
+        srun=("--container-image=me/train:1",),
+        setup=("module load cuda", ". venv/bin/activate"),
     )
     assert str(slurm.plan(job)) == (GOLDEN / "slurm.sh").read_text()
 
@@ -66,7 +68,8 @@ def test_what_is_planned_is_shell():
         ),
         ({"directory": "a\nb"}, "--directory has a character that a batch script can't hold"),
         ({"options": {"time": '1"'}}, "--time has a character that a batch script can't hold"),
-        ({"extra": ("exclusive",)}, "--sbatch is not an option"),
+        ({"extra": ("exclusive",)}, "--sbatch is not an option; write --sbatch=--exclusive"),
+        ({"srun": ("none",)}, "--srun is not an option; write --srun=--mpi=none"),
         ({"command": ("a.py", "\0")}, "an argument has a zero byte"),
     ],
 )

@@ -402,17 +402,18 @@ def test_a_real_server_runs_tasks_and_ends_them(tmp_path, port):
     odd = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
     (tmp_path / "train it.py").write_text(
         PREAMBLE
-        + "print(json.dumps(sys.argv[1:]), os.getpid(), flush=True)\nif os.environ['END'] == 'no': signal.pause()\n"
+        + "print(json.dumps(sys.argv[1:]), os.environ['SET'], os.getpid(), flush=True)\nif os.environ['END'] == 'no': signal.pause()\n"
     )
     with ssh_server(tmp_path) as options:
         command = [sys.executable, "-m", "tfdist", "launch", "ssh", "--hosts=localhost:2", f"--port={port}"]
+        command += ["--setup=export SET=up"]
         command += [f"--ssh={option}" for option in options]
         done = subprocess.run(
             [*command, "--env=END=yes", "train it.py", *odd], cwd=tmp_path, capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stderr) == (0, "")
         shown = sorted(line.rpartition(" ")[0] for line in done.stdout.splitlines())
-        assert shown == [f"[worker:{index}] {json.dumps(odd)}" for index in range(2)]
+        assert shown == [f"[worker:{index}] {json.dumps(odd)} up" for index in range(2)]
         arguments = [*command, "--env=END=no", "train it.py"]
         with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as launcher:
             tasks = [psutil.Process(int(launcher.stdout.readline().split()[-1])) for _ in range(2)]

@@ -69,7 +69,13 @@ def test_telemetry_is_refused_with_the_reason(tmp_path):
 def test_a_plan_as_text():
     request = tpu.plan(
         job(
-            accelerator_type="v4-32", copy=".", setup="pip install -r req.txt", spot=True, delete=True, env={"A": "b c"}
+            accelerator_type="v4-32",
+            gcloud=("--network=mine",),
+            copy=".",
+            setup="pip install -r req.txt",
+            spot=True,
+            delete=True,
+            env={"A": "b c"},
         )
     )
     assert str(request) == (GOLDEN / "tpu.sh").read_text()

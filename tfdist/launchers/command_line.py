@@ -40,6 +40,8 @@ _SYNONYMS = (
 _OTHER_UNIT = ("nnodes", "nodes", "num_machines", "N", "gpus", "num_gpus", "gpus_per_node", "gpus_per_worker")
 # Flags that only launchers have which supervise the tasks themselves.
 _SUPERVISING = ("min_workers", "max_worker_restarts", "restart_backoff_secs", "run", "tee", "task_logs")
+# Beginnings of options that srun alone has; those of containers are of its plugin pyxis.
+_OF_SRUN = ("container", "mpi", "cpu_bind", "mem_bind")
 _LEAST_LIKENESS = 0.88
 _RENDEZVOUS = re.compile(r"rdzv_\w+|master_\w+|main_process_\w+|node_rank|machine_rank|standalone")
 
@@ -207,7 +209,9 @@ def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> s
     if name in _SUPERVISING:
         return f"unknown flag {written}; tfdist launch local and ssh alone have it"
     option = f"--{name.replace('_', '-')}{value and '='}" if len(name) > 1 else f"-{name}"
-    if "sbatch" in values:
+    if "srun" in values:
+        if name.startswith(_OF_SRUN):
+            return f"unknown flag {written}; for an option of srun, write --srun={option}{value}"
         return f"unknown flag {written}; for an option of Slurm, write --sbatch={option}{value}"
     if "ssh" in values and len(name) == 1:
         return f"unknown flag {written}; for an option of ssh, write --ssh={option}{value}"

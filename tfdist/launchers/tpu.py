@@ -72,6 +72,7 @@ class TpuJob:
     copy: str = ""
     directory: str = "."
     setup: str = ""
+    gcloud: tuple[str, ...] = ()
     python: str = "python3"
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
@@ -115,7 +116,7 @@ def plan(job: TpuJob) -> TpuRequest:
     before: list[tuple[str, ...]] = []
     if job.create:
         kind = (f"--accelerator-type={job.accelerator_type}", f"--version={job.version}")
-        before.append((*_GCLOUD, "create", job.name, *where, *kind, *(["--spot"] if job.spot else [])))
+        before.append((*_GCLOUD, "create", job.name, *where, *kind, *(["--spot"] if job.spot else []), *job.gcloud))
     if job.copy:
         before.append((*_GCLOUD, "scp", "--recurse", job.copy, f"{job.name}:{job.directory}", *where, "--worker=all"))
     if job.setup:
@@ -175,6 +176,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "spot": (False, "may be preempted at any time"),
         "copy": ("", "local directory to copy to --working_dir on all hosts"),
         "setup": ("", "shell command for all hosts before the script"),
+        "gcloud": ([], "one more option of gcloud's create, such as --network=mine; may be repeated"),
         "python": ("python3", "interpreter on the hosts"),
         "working_dir": (".", "where the script runs; relative to the home directory"),
         "max_restarts": (3, "failures that the job may have; preemptions don't count"),
@@ -208,6 +210,7 @@ def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> TpuJob:
         **{name: getattr(values, name) for name in same},
         python=values.python,
         directory=values.working_dir,
+        gcloud=tuple(values.gcloud),
         env=environment.from_flags(values),
         restarts=Restarts(values.max_restarts),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import re
 import secrets
 import subprocess
@@ -54,22 +55,60 @@ class KubernetesRequest:
         return yaml_documents(self.objects)
 
 
-def plan(pods: Pods, form: str = "job") -> KubernetesRequest:
-    """Renders the objects that `submit` would create, without the Secret.
+def plan(pods: Pods, form: str = "job", patches: Sequence[Any] = ()) -> KubernetesRequest:
+    """Renders the objects that `submit` creates, with a new secret.
 
     Args:
       pods: the job.
       form: "job" for Indexed Jobs, "jobset" for a JobSet.
+      patches: objects in part, each merged into those of its `kind`, and of its name if it has one.
 
     Raises:
-      LaunchError: a value is out of range, or is an invalid name of an object or host.
+      LaunchError: a value is out of range, or is an invalid name of an object or host; or a patch is for no object.
     """
     check_pods(pods)
     if form == "jobset":
-        # The JobSet controller creates the Service.
-        return KubernetesRequest((manifests.network_policy(pods), manifests.jobset(pods)), pods)
-    jobs = [manifests.indexed_job(pods, role) for role in pods.roles]
-    return KubernetesRequest((manifests.service(pods), manifests.network_policy(pods), *jobs), pods)
+        jobs = [manifests.network_policy(pods), manifests.jobset(pods)]  # Its controller creates the Service.
+    else:
+        jobs = [manifests.indexed_job(pods, role) for role in pods.roles]
+        jobs = [manifests.service(pods), manifests.network_policy(pods), *jobs]
+    objects = [manifests.secret(pods, secrets.token_hex(32)), *jobs]
+    for patch in patches:
+        objects = _patched(objects, patch)
+    return KubernetesRequest(tuple(objects), pods)
+
+
+def read_patches(path: str) -> list[Any]:
+    """Reads the YAML documents of a file.
+
+    Raises:
+      LaunchError: the file can't be read, or is no YAML.
+    """
+    try:
+        return [each for each in yaml.safe_load_all(pathlib.Path(path).read_text(encoding="utf-8")) if each is not None]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise LaunchError(f"--patch can't be read: {' '.join(str(error).split())}. Received: {path!r}") from None
+
+
+def _patched(objects: Sequence[dict[str, Any]], patch: Any) -> list[dict[str, Any]]:
+    known = ", ".join(f"{each['kind']} {each['metadata']['name']}" for each in objects)
+    kind = patch.get("kind") if isinstance(patch, dict) else None
+    name = (patch.get("metadata") or {}).get("name") if kind else None
+    is_meant = [each["kind"] == kind and name in (None, each["metadata"]["name"]) for each in objects]
+    if not any(is_meant):
+        raise LaunchError(f"--patch is for none of the objects; give `kind` one of {known}. Received: kind: {kind}")
+    return [_merged(each, patch) if meant else each for each, meant in zip(objects, is_meant, strict=True)]
+
+
+def _merged(value: Any, patch: Any) -> Any:
+    """Merges as Kubernetes' strategic merge does: items of lists by their name, null removes."""
+    if isinstance(value, dict) and isinstance(patch, dict):
+        found = {**value, **{key: _merged(value.get(key), each) for key, each in patch.items()}}
+        return {key: each for key, each in found.items() if each is not None}
+    if isinstance(value, list) and isinstance(patch, list) and all("name" in each for each in (*value, *patch)):
+        found = {each["name"]: each for each in value}
+        return list({**found, **{each["name"]: _merged(found.get(each["name"]), each) for each in patch}}.values())
+    return patch
 
 
 def check_pods(pods: Pods) -> None:
@@ -125,14 +164,14 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
     """
     kubectl = tools.find_tool("kubectl", "install it, or look at the manifests with --dry_run")
     pods = request.pods
-    text = yaml_documents([manifests.secret(pods, secrets.token_hex(32)), *request.objects])
     where = (f"--namespace={pods.namespace}",) if pods.namespace else ()
     chosen = (f"--selector=app.kubernetes.io/instance={pods.name}", *where)
-    kinds = ("secret", *dict.fromkeys(str(each["kind"]).lower() for each in request.objects))
-    job = KubernetesJob(pods.name, text, kinds, chosen, len(pods.shape.tasks))
+    kinds = (*dict.fromkeys(str(each["kind"]).lower() for each in request.objects),)
+    job = KubernetesJob(pods.name, str(request), kinds, chosen, len(pods.shape.tasks))
     create_objects(kubectl, job)
     logs = f"kubectl logs --follow --prefix --max-log-requests={len(pods.shape.tasks)} {' '.join(chosen)}"
-    _log.say(f"{logs}   shows what the tasks print", f"{job.removal}   ends the job and removes all of it")
+    _log.say(f"kubectl get pods {' '.join(chosen)}   shows the job", f"{logs}   follows what the tasks print")
+    _log.say(f"{job.removal}   ends the job and removes all of it")
     return look_for_pods(kubectl, job, start_timeout_secs) if start_timeout_secs else 0
 
 
@@ -157,6 +196,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "env": ([], "NAME=VALUE for all tasks; may be repeated"),
         "node_selector": ([], "LABEL=VALUE of the nodes for workers; may be repeated"),
         "claim": ([], "NAME=DIRECTORY: where a volume claim is mounted; may be repeated"),
+        "patch": ([], "file with YAML that is merged into objects of its kind; may be repeated"),
         "dry_run": (False, "print the manifests, create nothing"),
     }
     command_line.define(values, table)
@@ -203,7 +243,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
-    request = plan(pods_from_flags(values, command), values.form)
+    patches = [patch for path in values.patch for patch in read_patches(path)]
+    request = plan(pods_from_flags(values, command), values.form, patches)
     return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))
 
 

@@ -19,6 +19,8 @@ from tfdist.launchers.shape import Shape
 # Annotations in which controllers count replacements, by the variable that passes the count to the wrapper.
 _JOB_COUNTS = {kubernetes_task.IGNORED_VARIABLE: "batch.kubernetes.io/job-index-ignored-failure-count"}
 _JOBSET_COUNTS = {kubernetes_task.RESTARTS_VARIABLE: "jobset.sigs.k8s.io/restart-attempt"}
+# A finished job stays for a day, with the output of its pods.
+_KEPT_SECS = 86_400
 _MANAGER = {"app.kubernetes.io/managed-by": "tfdist"}
 
 
@@ -133,6 +135,7 @@ def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
     # When one task of an all-reduce job fails, all do. Counted by index, that is one failure of each, and after it
     # Kubernetes waits 10 s; counted together, four workers would wait 80 s. The first index with too many ends the Job.
     limits = {"backoffLimitPerIndex": pods.max_restarts, "maxFailedIndexes": 0}
+    limits |= {"ttlSecondsAfterFinished": _KEPT_SECS}
     spec = _job_spec(pods.roles[role], limits, rules, _template(pods, role, _wrapped(pods, role, host, "job")))
     _show_counts(spec["template"], _JOB_COUNTS)
     meta = metadata(pods, f"{pods.name}-{role}")
@@ -163,6 +166,7 @@ def jobset(pods: Pods) -> dict[str, Any]:
         "successPolicy": {"operator": "All", "targetReplicatedJobs": deciding},
         "failurePolicy": {"maxRestarts": pods.max_restarts, "rules": [uncounted]},
         "replicatedJobs": jobs,
+        "ttlSecondsAfterFinished": _KEPT_SECS,
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -221,6 +225,8 @@ def _template(pods: Pods, role: str, command: tuple[str, ...]) -> dict[str, Any]
         "command": [literal(word) for word in command],
         "env": _environment(pods, computes),
         "ports": [{"name": "tasks", "containerPort": pods.port}],
+        # As PodSecurity's level "restricted" asks, but for the user, which is the image's.
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     optional = {
         "workingDir": pods.working_dir,
@@ -232,6 +238,7 @@ def _template(pods: Pods, role: str, command: tuple[str, ...]) -> dict[str, Any]
         container.get("resources", {}).pop("limits", None)
     spec: dict[str, Any] = {"subdomain": pods.name, "restartPolicy": "Never"}
     spec |= {"terminationGracePeriodSeconds": pods.grace_secs, "enableServiceLinks": False}
+    spec |= {"automountServiceAccountToken": False, "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}}}
     if computes and pods.node_selector:
         spec["nodeSelector"] = dict(pods.node_selector)
     spec["containers"] = [container]

@@ -68,6 +68,8 @@ class SlurmJob:
       env: variables added to the environment.
       options: values of sbatch options by name; empty values are left out.
       extra: further options of sbatch, such as "--exclusive".
+      srun: further options of srun, such as "--container-image=me/train:1".
+      setup: shell lines before the tasks, such as "module load cuda".
       quiet_workers: whether only the chief and the evaluator write to the job's output.
 
     Raises:
@@ -90,6 +92,8 @@ class SlurmJob:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
     quiet_workers: bool = False
 
     def __post_init__(self) -> None:
@@ -126,13 +130,14 @@ class SlurmJob:
             )
 
     def _check_texts(self) -> None:
-        for option in self.extra:
-            if not option.startswith("-"):
-                raise LaunchError(f"--sbatch is not an option; write --sbatch=--exclusive. Received: {option!r}")
+        for flag, given, example in (("sbatch", self.extra, "--exclusive"), ("srun", self.srun, "--mpi=none")):
+            for option in given:
+                if not option.startswith("-"):
+                    raise LaunchError(f"--{flag} is not an option; write --{flag}={example}. Received: {option!r}")
         for flag, text in (*self.options.items(), ("directory", self.directory), *(("sbatch", x) for x in self.extra)):
             if any(char in text for char in '\n\r\0"\\'):
                 raise LaunchError(f"--{flag} has a character that a batch script can't hold. Received: {text!r}")
-        for text in (*self.command, *self.env.values()):
+        for text in (*self.command, *self.env.values(), *self.srun, *self.setup):
             if "\0" in text:
                 raise LaunchError(f"an argument has a zero byte, which no program can be given. Received: {text!r}")
 
@@ -140,6 +145,12 @@ class SlurmJob:
     def num_nodes(self) -> int:
         """Number of hosts."""
         return math.ceil(len(self.shape.tasks) / self.tasks_per_node)
+
+    @property
+    def output(self) -> str:
+        """The file of the output; %j is the job's number."""
+        given = [matched[1] for option in self.extra if (matched := _OUTPUT.fullmatch(option))]
+        return given[-1] if given else self.options.get("output", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,13 +227,14 @@ def _body(job: SlurmJob) -> str:
         f"--ntasks={len(job.shape.tasks)}" if len(components) == 1 else f"--het-group={','.join(map(str, components))}"
     )
     srun = ["srun", tasks, f"--cpus-per-task={job.cpus_per_task}"]
-    options = ["--distribution=block", "--kill-on-bad-exit=1", "--unbuffered"]
+    options = ["--distribution=block", "--kill-on-bad-exit=1", "--unbuffered", *job.srun]
     port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}"
     quiet = ["--quiet_workers"] * job.quiet_workers
     task = [*python, "tfdist.launchers.slurm.task", *shape_flags, port, grace, *quiet, "--", *job.command]
+    exports = tools.shell_exports(job.env) + "".join(f"{line}\n" for line in job.setup)
     lines = " \\\n  ".join(map(shlex.join, (run, [*srun, *options], task)))
     return f"""\
-{tools.shell_exports(job.env)}# Starts the step, and queues the job again. Gets Slurm's signals in place of the shell.
+{exports}# Starts the step, and queues the job again. Gets Slurm's signals in place of the shell.
 exec {lines}
 """
 
@@ -233,10 +245,7 @@ def make_output_folder(job: SlurmJob) -> None:
     Raises:
       LaunchError: the folder can't be created, or its name depends on the job.
     """
-    output = job.options.get("output", "")
-    for option in job.extra:
-        if matched := _OUTPUT.fullmatch(option):
-            output = matched[1]
+    output = job.output
     folder = pathlib.Path(job.directory, output).parent
     if "%" in str(folder):
         raise LaunchError(
@@ -250,11 +259,12 @@ def make_output_folder(job: SlurmJob) -> None:
         ) from None
 
 
-def submit(request: SlurmRequest) -> int:
+def submit(request: SlurmRequest, output: str = "slurm-%j.out") -> int:
     """Passes the script to sbatch and prints the job's id.
 
     Args:
       request: result of `plan`.
+      output: the file of the job's output, for the line to copy.
 
     Returns:
       0 once the job is in the queue. With sbatch's option --wait the exit code of the job, once it has ended.
@@ -270,7 +280,9 @@ def submit(request: SlurmRequest) -> int:
         number = line.strip().partition(";")[0]
         sys.stdout.write(f"{number}\n")
         sys.stdout.flush()
-        _log.say(f"submitted job {number}; squeue --job={number} shows it, scancel {number} ends it")
+        file = shlex.quote(output.replace("%j", number))
+        _log.say(f"submitted job {number}", f"squeue --job={number}   shows it", f"tail -F {file}   follows its output")
+        _log.say(f"scancel {number}   ends it")
 
     try:
         return tools.run_until_line([sbatch, "--parsable"], request.text, show)
@@ -306,6 +318,8 @@ def define_flags(values: flags.FlagValues) -> None:
         "quiet_workers": (False, quiet_help),
         "env": ([], "NAME=VALUE for all tasks; may be repeated"),
         "sbatch": ([], "one more option of sbatch; may be repeated"),
+        "srun": ([], "one more option of srun, such as --mpi=none; may be repeated"),
+        "setup": ([], "shell line before the tasks, such as 'module load cuda'; may be repeated"),
         "dry_run": (False, "print the batch script, submit nothing"),
     }
     command_line.define(values, table)
@@ -330,6 +344,8 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob
         quiet_workers=values.quiet_workers,
         options={name: getattr(values, name) for name in _OPTIONS},
         extra=tuple(values.sbatch),
+        srun=tuple(values.srun),
+        setup=tuple(values.setup),
     )
 
 
@@ -346,6 +362,6 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
 
     def start() -> int:
         make_output_folder(job)
-        return submit(request)
+        return submit(request, job.output)
 
     return command_line.submit_or_show(values, request, start)

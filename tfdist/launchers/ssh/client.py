@@ -32,12 +32,16 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 _SSH_FAILED = 255
 
 
-def command(login: str, python: str, options: Sequence[str], *arguments: str) -> list[str]:
-    """Returns the ssh command that runs `ssh_task` on a host, without password prompts, and with keepalive messages."""
+def command(login: str, python: str, options: Sequence[str], setup: str = "", *arguments: str) -> list[str]:
+    """Returns the ssh command that runs `ssh_task` on a host, without password prompts, and with keepalive messages.
+
+    `setup` is a shell command before it; if it fails, the task does.
+    """
     far = shlex.join([python, "-P", "-m", "tfdist.launchers.ssh.task", *arguments])
     settings = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10", "ServerAliveCountMax=3")
     # ssh uses the first value of an option, so the user's options come first.
-    return ["ssh", "-T", *options, *(f"-o{setting}" for setting in settings), "--", login, f"exec {far}"]
+    far = f"{setup} && exec {far}" if setup else f"exec {far}"
+    return ["ssh", "-T", *options, *(f"-o{setting}" for setting in settings), "--", login, far]
 
 
 def probe(login: str, options: Sequence[str]) -> list[str]:
@@ -57,12 +61,12 @@ def payload(script: Sequence[str], directory: str, env: Mapping[str, str]) -> by
 def main(arguments: Sequence[str]) -> int:
     """Runs a task on a host; returns its exit code, or 255 if the connection failed."""
     split = arguments.index("--")
-    login, python, directory, *options = arguments[:split]
+    login, python, directory, setup, *options = arguments[:split]
     line = payload(arguments[split + 1 :], directory, os.environ)
     wake = _wake_on_signals()
     notices = Reader(os.environ.get(NOTICES_VARIABLE))
     # A session of its own, so that signals to this process' group don't end ssh, and with it the task.
-    ssh = subprocess.Popen(command(login, python, options), stdin=subprocess.PIPE, start_new_session=True)
+    ssh = subprocess.Popen(command(login, python, options, setup), stdin=subprocess.PIPE, start_new_session=True)
     try:
         _send(ssh, line)
         while ssh.poll() is None:

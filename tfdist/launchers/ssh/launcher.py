@@ -62,6 +62,7 @@ class SshJob:
       gpus_per_worker: number of GPUs for each worker; None to leave the host's CUDA_VISIBLE_DEVICES.
       env: variables added to the environment of the tasks.
       ssh_options: options of ssh, such as "-p2222".
+      setup: shell command before each task, such as ". venv/bin/activate".
       grace_secs: time for tasks to end by themselves, and from the first signal to SIGKILL.
       restarts: limits of restarts.
 
@@ -78,6 +79,7 @@ class SshJob:
     gpus_per_worker: int | None = None
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ssh_options: tuple[str, ...] = ()
+    setup: str = ""
     grace_secs: float = 10.0
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
 
@@ -136,8 +138,9 @@ def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
         config = left.cluster(left_addresses, task).to_tf_config()
         env = {"TF_CONFIG": config, **common, **visible.get(whole[task], {})}
         login = places[whole[task]][0].login
-        client = (sys.executable, "-P", "-m", "tfdist.launchers.ssh.client", login, job.python, job.directory)
-        command = (*client, *job.ssh_options, "--", *job.command)
+        client = (sys.executable, "-P", "-m", "tfdist.launchers.ssh.client")
+        far = (login, job.python, job.directory, job.setup)
+        command = (*client, *far, *job.ssh_options, "--", *job.command)
         sent = {SENT_PREFIX + name: value for name, value in env.items()}
         probe = tuple(ssh_client.probe(login, job.ssh_options))
         tasks.append(TaskRequest(str(task), sent, command, login, probe))
@@ -179,7 +182,7 @@ def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
             here[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue  # A machine that only launches need not have the package.
-    return check_hosts(asked, job.python, job.ssh_options, here, timeout_secs)
+    return check_hosts(asked, job.python, job.ssh_options, here, timeout_secs, job.setup)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -195,6 +198,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "port": (2222, "first port of each host; its tasks count up from there"),
         "env": ([], "NAME=VALUE for all tasks; may be repeated"),
         "ssh": ([], "one more option of ssh, such as -p2222; may be repeated"),
+        "setup": ("", "shell command on each host before its tasks, such as '. venv/bin/activate'"),
         "preflight_secs": (30.0, "seconds for each host to answer; 0 skips the check"),
     }
     command_line.define(values, table)
@@ -224,6 +228,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
         gpus_per_worker=values.gpus_per_worker,
         env=environment.from_flags(values),
         ssh_options=tuple(values.ssh),
+        setup=values.setup,
         grace_secs=values.grace_period_secs,
         restarts=local.restarts_from_flags(values),
     )
@@ -366,6 +371,7 @@ def check_hosts(
     options: Sequence[str],
     here: Mapping[str, str],
     timeout_secs: float,
+    setup: str = "",
 ) -> list[str]:
     """Checks all hosts at once.
 
@@ -375,6 +381,7 @@ def check_hosts(
       options: options of ssh.
       here: the versions that the hosts must have, by package name.
       timeout_secs: timeout for each host.
+      setup: see `SshJob`.
 
     Returns:
       Warnings, one line each.
@@ -385,7 +392,7 @@ def check_hosts(
     with concurrent.futures.ThreadPoolExecutor(min(32, len(asked)), "tfdist preflight") as pool:
         futures = {
             login: pool.submit(
-                _probe, login, ssh_client.command(login, python, options, "--probe"), asked[login], timeout_secs
+                _probe, login, ssh_client.command(login, python, options, setup, "--probe"), asked[login], timeout_secs
             )
             for login in asked
         }
@@ -424,7 +431,9 @@ def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout
             return f"can't run that interpreter ({said}); name one with --python"
         if "No module named" in said:
             return f"has no tfdist for that interpreter ({said}); install it there, or name another with --python"
-        return f"did not answer as expected ({said}); is another version of tfdist installed there?"
+        return (
+            f"did not answer as expected ({said}); is another version of tfdist installed there, or does --setup fail?"
+        )
     answer["skew"] = answer["time"] - (started + time.time()) / 2
     # A difference within half of the round trip may come from unequal times of the two ways.
     answer["skew"] *= abs(answer["skew"]) > (time.time() - started) / 2
