@@ -402,7 +402,8 @@ def test_a_real_server_runs_tasks_and_ends_them(tmp_path, port):
     odd = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
     (tmp_path / "train it.py").write_text(
         PREAMBLE
-        + "print(json.dumps(sys.argv[1:]), os.environ['SET'], os.getpid(), flush=True)\nif os.environ['END'] == 'no': signal.pause()\n"
+        + "print(json.dumps(sys.argv[1:]), os.environ['SET'], os.getpid(), flush=True)\n"
+        + "if os.environ['END'] == 'no': signal.pause()\n"
     )
     with ssh_server(tmp_path) as options:
         command = [sys.executable, "-m", "tfdist", "launch", "ssh", "--hosts=localhost:2", f"--port={port}"]
