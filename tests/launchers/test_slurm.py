@@ -125,19 +125,6 @@ def test_a_job_runs_every_task_and_all_arrives_unchanged(launch):
     assert sorted(lines)[-1].startswith("tfdist: no task has joined the cluster by a strategy of tfdist")
 
 
-@pytest.mark.slow  # `test_local.py` has it.
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("tasks", "strategy"),
-    [("--num_ps=0", "MultiWorkerMirroredStrategy"), ("--num_ps=1", "ParameterServerStrategy")],
-)
-def test_a_strategy_that_one_task_alone_builds_does_not_wait_for_who_has_ended(launch, tasks, strategy):
-    text = f"import tfdist\nif name in ('worker:0', 'chief:0'): tfdist.{strategy}()"
-    _, code, lines = launch(text, "--num_workers=2", tasks, "--tasks_per_node=4")
-    assert code == 1
-    assert any("has ended with code 0 and has not joined the cluster; every task must build" in line for line in lines)
-
-
 @pytest.mark.processes
 def test_quiet_workers_write_only_the_last_lines_of_who_fails(launch):
     text = """

@@ -42,46 +42,6 @@ def test_two_halves_are_the_plain_step(optimizer: Callable[[], Any], options: di
     assert_close(state(plain), state(halved))
 
 
-class Penalized(keras.layers.Layer):
-    """Adds to the loss."""
-
-    def call(self, x: Any) -> Any:
-        self.add_loss(0.1 * keras.ops.mean(x**2))
-        return x
-
-
-@pytest.mark.slow  # `tests/conformance` has "losses of layers alone".
-@pytest.mark.parametrize(
-    "layer",
-    [Penalized, lambda: keras.layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l2")],
-    ids=["add_loss", "regularizers"],
-)
-def test_losses_that_layers_add_are_those_of_the_plain_step(layer: Callable[[], Any]) -> None:
-    def model() -> keras.Model:
-        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), layer(), keras.layers.Dense(1)])
-
-    plain, halved = made(model), made(model)
-    halves = Halves(halved)
-    for x, y in batches():
-        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
-    assert_close(plain.get_weights(), halved.get_weights())
-
-
-@pytest.mark.slow  # `tests/conformance` has penalties and sums.
-def test_penalties_beside_a_sum_count_once() -> None:
-    def model() -> keras.Model:
-        return keras.Sequential(
-            [keras.Input((3,)), keras.layers.Dense(4, kernel_regularizer="l2"), keras.layers.Dense(1)]
-        )
-
-    loss = keras.losses.MeanSquaredError(reduction="sum")
-    plain, halved = (made(model, optimizer=keras.optimizers.SGD(0.01), loss=loss) for _ in range(2))
-    halves = Halves(halved)
-    for x, y in batches()[:3]:
-        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
-    assert_close(plain.get_weights(), halved.get_weights())
-
-
 class Double(keras.Model):
     """A model of float64."""
 

@@ -315,19 +315,6 @@ def test_warmup_for_epochs_needs_a_model_that_counts(with_policies: Policies) ->
         model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
-@pytest.mark.slow  # `tests/conformance` has errors of a step, of an operation and of the data.
-def test_an_error_in_the_model_is_raised_by_fit(with_policies: Policies) -> None:
-    strategy = with_policies(tfdist.SoftSync(2))
-    model = compiled(strategy)
-    bad = X.copy()
-    data = tf.data.Dataset.from_tensor_slices((bad, Y)).batch(BATCH)
-    data = data.map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "no number here"), y))
-    with pytest.raises(Exception, match="no number here"):
-        model.fit(data, verbose=0)
-    assert len(model.fit(X, Y, batch_size=BATCH, verbose=0).history["loss"]) == 1
-    assert np.isfinite(model.evaluate(X, Y, batch_size=BATCH, verbose=0)[0])
-
-
 @pytest.mark.parametrize(
     "policy", [lambda: tfdist.SoftSync(2), pytest.param(lambda: tfdist.BackupWorkers(1), marks=pytest.mark.slow)]
 )

@@ -125,14 +125,6 @@ def test_the_unannounced_end_of_the_data_is_no_step(strategy: Any) -> None:
     assert int(model.optimizer.iterations) == 18
 
 
-@pytest.mark.slow  # `tests/conformance` has workers without examples.
-def test_a_worker_without_examples_has_the_weights_of_the_other(strategy: Any, both: Both) -> None:
-    model = compiled(strategy, normalized)
-    history = model.fit(X[:9], Y[:9], batch_size=8, epochs=2, verbose=0, validation_split=0.2).history
-    assert np.isfinite(tf.nest.flatten(history)).all()
-    tf.nest.map_structure(np.testing.assert_array_equal, *both(model.get_weights()))
-
-
 @pytest.mark.slow  # `tests/conformance` has "single batches".
 def test_single_batches_train_all_workers(strategy: Any, both: Both) -> None:
     with strategy.scope():
@@ -311,16 +303,6 @@ def test_variables_of_every_dtype_begin_as_on_the_chief(strategy: Any) -> None:
             variable = tf.Variable(tf.cast([1 - index(), 1], dtype))
         assert variable.dtype.name == dtype
         assert tf.cast(variable, "int32").numpy().tolist() == [1, 1]
-
-
-@pytest.mark.slow  # `test_variables_of_every_dtype_begin_as_on_the_chief` has the dtype.
-def test_a_model_of_bfloat16_has_the_weights_of_the_chief(strategy: Any, both: Both) -> None:
-    with strategy.scope():
-        half = keras.Sequential([keras.Input((3,), dtype="bfloat16"), keras.layers.Dense(1, dtype="bfloat16")])
-        half.compile("sgd", "mse")
-    half.fit(np.ones([8, 3], np.float32), np.ones([8, 1], np.float32), batch_size=4, verbose=0)
-    one, other = both(tf.cast(half.weights[0], "float32").numpy().tolist())
-    assert one == other
 
 
 # Files.

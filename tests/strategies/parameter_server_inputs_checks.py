@@ -197,12 +197,6 @@ def test_validation_data_are_read_exactly(strategy: Any) -> None:
         assert [history[f"val_moment{power}"] for power in range(3)] == [[moment] * 2 for moment in moments(ALL[:50])]
 
 
-@pytest.mark.slow  # The next test has endless data.
-def test_steps_per_epoch_of_endless_data(strategy: Any) -> None:
-    history = fit(observed_often(strategy), slices().repeat().batch(BATCH), epochs=3, steps_per_epoch=7)
-    assert history["batches"] == [7, 7, 7]
-
-
 def test_endless_data_are_not_read_to_fill_a_cache(strategy: Any) -> None:
     history = fit(observed_often(strategy), slices().cache().repeat().batch(BATCH), epochs=2, steps_per_epoch=7)
     assert history["batches"] == [7, 7]

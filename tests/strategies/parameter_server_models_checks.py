@@ -15,7 +15,6 @@ from parameter_server_cluster import (
     BATCH,
     COUNT,
     STEPS,
-    Batches,
     Own,
     X,
     Y,
@@ -103,28 +102,6 @@ def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
     assert history["batches"] == [STEPS] * 4
     assert all(math.isfinite(loss) for loss in history["raw"])
     assert model.evaluate(*data, verbose=0, return_dict=True, **options)["batches"] == STEPS
-
-
-@pytest.mark.slow  # `tests/conformance` has an optimizer that hands variables to others.
-def test_two_optimizers_in_one_model(strategy: Any) -> None:
-    class Twice(Own):
-        def compile(self, **options: Any) -> None:
-            super().compile(optimizer=keras.optimizers.SGD(0.01), **options)
-            self.second = keras.optimizers.SGD(0.01)
-
-        def train_step(self, data: Any) -> dict[str, Any]:
-            logs = super().train_step(data)
-            self.second.apply([tf.zeros_like(v) for v in self.trainable_variables], self.trainable_variables)
-            return logs
-
-    with strategy.scope():
-        model = Twice()
-        model.compile()
-        model(X[:1])
-        model.optimizer.build(model.trainable_variables)
-        model.second.build(model.trainable_variables)
-    fit(model, X, Y)
-    assert int(model.second.iterations) == int(model.optimizer.iterations) == STEPS
 
 
 @pytest.mark.slow  # `test_the_report_tells_how_stale_each_gradient_was` has single steps.
@@ -247,9 +224,3 @@ def test_xla_is_refused_for_evaluate_and_predict_too(strategy: Any) -> None:
     for use in (lambda: model.evaluate(X, Y, verbose=0), lambda: model.predict(X, verbose=0)):
         with pytest.raises(ValueError, match=r"^jit_compile=True cannot hold"):
             use()
-
-
-@pytest.mark.slow  # "compiled outside of the scope" of `tests/conformance` has one.
-def test_a_metric_made_outside_of_the_scope_counts(strategy: Any) -> None:
-    model = dense(strategy, metrics=[Batches()])
-    assert fit(model, X, Y)["batches"] == [STEPS]

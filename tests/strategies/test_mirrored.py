@@ -19,7 +19,6 @@ from training import (
     assert_close,
     assert_like_one_device,
     dense_model,
-    two_ends,
     weighed_within_parts,
 )
 
@@ -115,18 +114,6 @@ def test_stateful_layer_keeps_a_state_for_each_example(strategy):
         np.testing.assert_allclose(many, one, atol=1e-6)
 
 
-@pytest.mark.slow  # The last test compares statistics with one device.
-def test_batch_normalization_keeps_the_same_statistics_on_all_replicas(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
-    for variable in model.layers[0].non_trainable_variables:
-        first, second = (copy.numpy() for copy in variable.value.values)
-        np.testing.assert_array_equal(first, second)
-        assert np.abs(first - 1).max() > 1e-3 or "mean" in variable.path
-
-
 def test_what_run_returns_may_be_reduced_as_a_structure(strategy):
     @tf.function
     def numbers():
@@ -216,20 +203,6 @@ def test_loss_of_all_examples_together_is_said_once(strategy, capfd):
         model.compile("sgd", keras.losses.Dice())
     model.fit(X, Y, batch_size=8, verbose=0)
     assert capfd.readouterr().err.count("computes with all of them together") == 1
-
-
-@pytest.mark.slow  # `tests/conformance` has each of them, and two losses.
-def test_a_sum_beside_a_mean_trains_as_on_one_device(strategy):
-    def trained(strategy: Any) -> Any:
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = two_ends()
-            sums = keras.losses.MeanSquaredError(reduction="sum")
-            model.compile(OPTIMIZERS.SGD(0.01), {"sum": sums, "kind": "mse"})
-        x, y = {"first": X, "second": X[:, :2]}, {"sum": Y, "kind": np.zeros((45, 4), np.float32)}
-        return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
-
-    assert_close(trained(tf.distribute.get_strategy()), trained(strategy))
 
 
 def test_a_metric_that_is_no_sum_is_refused_before_it_trains(strategy):

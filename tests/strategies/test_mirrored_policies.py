@@ -22,8 +22,6 @@ from training import (
     assert_like_one_device,
     dense_model,
     trained,
-    weighed_within_parts,
-    with_uneven_pipelines,
 )
 
 import tfdist
@@ -49,12 +47,6 @@ def strategy(cpus: list[str]) -> tfdist.MirroredStrategy:
 def spared(cpus: list[str]) -> tfdist.MirroredStrategy:
     """Three devices, one of which is not waited for."""
     return tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares=1)])
-
-
-@pytest.mark.slow  # `test_mirrored.py` has the division.
-def test_loss_divided_by_weights_is_divided_within_replicas(strategy: tfdist.MirroredStrategy) -> None:
-    found, expected = weighed_within_parts(strategy, strategy.num_replicas_in_sync)
-    assert found == pytest.approx(expected)
 
 
 def test_a_maximum_is_refused_where_a_state_is_the_sum_of_its_copies(strategy: tfdist.MirroredStrategy) -> None:
@@ -106,14 +98,6 @@ def normalized() -> keras.Model:
     return keras.Sequential(layers)
 
 
-@pytest.mark.slow  # `test_every_copy_is_updated_alike` has statistics.
-def test_batch_normalization_keeps_the_statistics_of_the_strategy_without_policy(strategy, cpus):
-    expected, found = (
-        trained(s, lambda: OPTIMIZERS.SGD(0.1), model=normalized, calls=()) for s in (without_policy(cpus), strategy)
-    )
-    assert_close(expected, found)
-
-
 def test_every_copy_is_updated_alike(strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), *normalized().layers])
@@ -122,24 +106,6 @@ def test_every_copy_is_updated_alike(strategy):
     for variable in [*model.variables, *model.optimizer.variables]:
         first, second = (copy.numpy() for copy in variable.value.values)
         np.testing.assert_array_equal(first, second, err_msg=variable.path)
-
-
-@pytest.mark.slow  # `tests/conformance` has data of unknown length.
-def test_data_of_unknown_length_come_once_and_in_order(strategy):
-    def batches():
-        for start in range(0, 45, 8):
-            yield X[start : start + 8], Y[start : start + 8]
-
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = dense_model()
-        model.compile(OPTIMIZERS.Adam(0.01), "mse", metrics=["mae"])
-    spec = (tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None, 1], tf.float32))
-    history = model.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), epochs=2, verbose=0).history
-    assert int(model.optimizer.iterations.numpy()) == 12
-    # Stock Keras goes wrong here: it counts an update for the end of the data.
-    expected = trained(ONE_DEVICE, lambda: OPTIMIZERS.Adam(0.01), calls=())
-    assert_close(expected[:2], (model.get_weights(), history))
 
 
 def test_functions_of_ones_own_get_the_batch_itself(strategy):
@@ -157,11 +123,6 @@ def test_functions_of_ones_own_get_the_batch_itself(strategy):
     )
     with pytest.raises(TypeError, match=r"give it whole to strategy\.run"):
         tuple(next(iter(dataset)))
-
-
-@pytest.mark.slow  # `tests/conformance` has it on workers and servers.
-def test_own_pipelines_of_uneven_parts_count_by_their_examples(strategy):
-    assert_close(*with_uneven_pipelines(strategy, own_models.one_number))
 
 
 # With spares.

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import gc
 import pathlib
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -242,14 +240,6 @@ def test_each_replica_may_have_data_of_its_own(every_four):
     model.fit(own, steps_per_epoch=STEPS, verbose=0)
     model.train_on_batch(X, Y)
     assert_alike(model, model.optimizer.variables)
-
-
-@pytest.mark.slow  # `test_nothing_is_kept.py` has this policy.
-def test_a_model_is_not_kept_for_ever(every_four):
-    model = weakref.ref(trained(every_four, lambda: OPTIMIZERS.SGD(0.1), epochs=1))
-    trained(every_four, lambda: OPTIMIZERS.SGD(0.1), epochs=1)
-    gc.collect()
-    assert model() is None
 
 
 # What can't be.

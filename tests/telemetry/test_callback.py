@@ -126,7 +126,7 @@ def test_without_policies_it_shows_speed_and_times(cpus: list[str], tmp_path: pa
     assert scalars(tmp_path / "known")["tfdist/speed/examples_per_sec"] == {31: 16.0, 40: 16.0}
 
 
-@pytest.mark.slow  # `test_updates_of_a_warmup_phase_are_in_the_log` has the phase.
+@pytest.mark.slow
 @pytest.mark.devices
 def test_after_a_warmup_alone_each_batch_is_an_update(cpus: list[str], tmp_path: pathlib.Path) -> None:
     clock, strategy = Clock(), tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(steps=4)])
@@ -229,7 +229,7 @@ def test_beside_a_writer_of_the_users_own_it_writes_another_run(cpus: list[str],
     assert telemetry_files.tags(tmp_path).keys() == {"tfdist", "train"}
 
 
-@pytest.mark.slow  # The next test has another path that fails.
+@pytest.mark.slow
 @pytest.mark.devices
 def test_a_directory_that_vanishes_is_one_warning(
     cpus: list[str], tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
