@@ -23,7 +23,7 @@ class TestAggregated(Conformance):
     quick = frozenset(
         {
             *("accumulation, clipnorm, ema", "embedding, places", TRANSFORMS[1], "parts of two sizes"),
-            *("unknown length", "interrupted and resumed", "no batches"),
+            *("interrupted and resumed", "no batches"),
             "order of the data and of a part for validation",
             # Logs of parts of different sizes.
             *("dicts", "step tracked by other names", "metrics of one number, one over"),
@@ -35,7 +35,6 @@ class TestAggregated(Conformance):
             "test_callbacks_stop_schedule_save_and_restore",
             "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
             "test_error_of_the_data_is_raised",
-            "test_evaluate_and_predict_see_every_example_once",
             "test_every_batch_of_a_generator_is_used_once",
             "test_exception_in_the_step_keeps_its_type",
             "test_own_pipelines_of_uneven_parts_count_by_their_examples",

@@ -618,13 +618,16 @@ IN_LOOPS = LOOPS | {name for name in CASES if name.startswith(("first call", "no
 SLOW = {
     # `TestBackupWorkers` and `TestSpanningDevices` clip a sum and scale losses in a case of more.
     *("global_clipnorm", "loss scale"),
+    # "class weights" weighs examples, and data of unknown length come in executions of several steps.
+    *("sample_weight", "unknown length"),
     # Steps and losses of users' code, of which one of each kind is enough.
     *("step of_keras", "step tracked", "step decorated", "step that assigns", "functions around those of Keras"),
+    "own functions",
     *("step mean_by_hand, fewer examples than replicas", "own compute_loss", "loss one number of a class"),
     *("loss one per example", "penalties, sum", "penalties, sum_over_batch_size", "loss one number, one over", "mask"),
     # First calls and loops, by the same ways to a batch and to an optimizer as others.
     *("first call, optimizer of its own", "first call, layer with Trainer", "first call, without a seed, drawn before"),
-    *("first call, no run", "no run, out of it, eager"),
+    *("first call, no run", "no run, out of it, eager", "first call, seed generator"),
     *(
         f"loop, {name}"
         for name in (
@@ -632,6 +635,7 @@ SLOW = {
             *("one_batch_again_and_again", "seed_generators_made_outside_of_the_scope", "weights_set_within_the_loop"),
             *("train_step_of_keras_given_to_run", "saved_models", "optional_outside_of_a_graph"),
             *("signature_of_the_data_set", "iterator_made_in_a_graph", "models_exported", "data_set_as_an_argument"),
+            *("two_optimizers_and_a_persistent_tape", "checkpoints"),
             *("captured_data_set", "loop_within_a_replica", "structures_of_results", "train_function_of_keras"),
         )
     ),

@@ -43,7 +43,7 @@ class TestMultiWorker(Workers):
     # What comes from the data, and what goes to files and to other workers.
     quick = frozenset(
         {
-            *("embedding, clipnorm", "single batches", "parts of two sizes"),
+            *("single batches", "parts of two sizes"),
             *("fewer examples than replicas, eagerly", "predictions of other dtypes"),
             *(
                 f"loop, {name}"

@@ -40,7 +40,7 @@ class TestAsynchronous(Conformance):
             *("compiled outside of the scope", "single batches", "sparse"),
             *("restored with its optimizer before it is built", "metric that shows its variable"),
             *("own functions, step decorated", "no run, in scope, graph, loss scale", "first call, without a seed"),
-            *("loop, metrics_and_evaluation_within_the_loop", "loop, models_saved", "loop, checkpoints"),
+            "loop, metrics_and_evaluation_within_the_loop",
         }
     )
     # `parameter_server_*checks.py` count what is read, and have callbacks, errors and own steps.
@@ -48,7 +48,6 @@ class TestAsynchronous(Conformance):
         {
             "test_calls_within_callbacks_work",
             "test_exception_in_the_step_keeps_its_type",
-            "test_second_thread_is_refused_during_a_fit",
             "test_steps_on_single_batches",
         }
     )

@@ -19,7 +19,7 @@ class TestMirrored(Conformance):
     quick = frozenset(
         {
             *("decay, ema", "compiled outside of the scope", "sparse inputs, clipvalue", "sum loss"),
-            *("sample_weight", "class weights, validation_split, steps_per_epoch", "NaN of zeros, sum loss"),
+            *("class weights, validation_split, steps_per_epoch", "NaN of zeros, sum loss"),
             *("fewer examples than replicas", "metrics of one number, fewer examples than replicas"),
             "loss one number, fewer examples than replicas",
             *("loss beside one of Keras", "losses of layers alone", "step average_by_tensorflow"),

@@ -22,13 +22,7 @@ class TestBackupWorkers(Conformance):
     # Batches are handles, which the thread of a device reads. `TestMirrored` has the others of each kind.
     quick = frozenset(
         {
-            *(
-                "accumulation, clipnorm, ema",
-                "loss scale, accumulation",
-                "embedding, places",
-                "own functions",
-                "ragged",
-            ),
+            *("accumulation, clipnorm, ema", "loss scale, accumulation", "embedding, places", "ragged"),
             *("step mean_by_hand, one over", "step of_both", "step with slices"),
         }
     )

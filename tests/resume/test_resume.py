@@ -268,6 +268,7 @@ def test_a_signal_saves_and_ends_the_program_with_75(
         np.testing.assert_allclose(values, history[name][-len(values) :], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_after_fit_a_signal_does_what_it_did_before(tmp_path: pathlib.Path):
     received: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))

@@ -156,6 +156,7 @@ def test_transforms_know_staleness_and_weight(
     np.testing.assert_allclose(found[2], 2 * 2 * STEPS)
 
 
+@pytest.mark.slow
 def test_a_weight_of_nothing_changes_nothing(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.StalenessScaling(lambda staleness: 0.0))
     model = compiled(strategy)

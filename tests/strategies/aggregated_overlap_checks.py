@@ -50,6 +50,7 @@ def test_callbacks_of_a_fit_may_evaluate_and_predict(with_policies: Policies) ->
     assert int(model.optimizer.iterations) == 3 * STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: tfdist.SoftSync(1), lambda: tfdist.BackupWorkers(spares=0)])
 def test_programs_own_closures_run_before_during_and_after_a_fit(
     with_policies: Policies, make: Callable[[], Any]

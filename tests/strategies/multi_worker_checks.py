@@ -99,6 +99,7 @@ def test_every_example_of_a_shuffle_is_used_once(strategy: Any, both: Both) -> N
         assert used != list(range(21))
 
 
+@pytest.mark.slow  # `test_files_are_read_once_and_predicted_in_order` predicts.
 def test_a_generator_of_dicts_is_predicted_in_order(strategy: Any) -> None:
     """Of unknown length, with a last batch of a single example."""
 
@@ -360,6 +361,7 @@ def test_an_exported_lookup_table_loads_on_every_worker(strategy: Any, tmp_path:
     assert b"/task:" not in (path / "saved_model.pb").read_bytes()
 
 
+@pytest.mark.slow
 def test_files_under_paths_of_workers_own_are_there_on_each(
     strategy: Any, both: Both, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

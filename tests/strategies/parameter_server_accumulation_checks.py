@@ -99,6 +99,7 @@ def test_embeddings_accumulate(strategy: Any) -> None:
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.slow
 def test_batches_that_the_program_hands_in_accumulate(strategy: Any) -> None:
     model = dense(strategy, lambda: OPTIMIZERS.SGD(0.05, gradient_accumulation_steps=2))
     for _ in range(4 * NUM_WORKERS):

@@ -40,7 +40,7 @@ def total(strategy: Any, *parts: Any) -> tf.Tensor:
 # A batch that the caller unpacks.
 
 
-@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("in_graph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_unpacked_batches_count_each_example_once(strategy: Any, in_graph: bool) -> None:
     once = tf.function(lambda x, y: total(strategy, x, y["twice"])) if in_graph else None
     sums = [int(once(x, y) if once else total(strategy, x, y["twice"])) for x, y in pairs(strategy)]
@@ -109,6 +109,7 @@ def test_the_value_of_a_batch_that_a_worker_has_read_is_fetched(strategy: Any) -
     assert sum(once for once, _ in sums) == TOTAL
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_looked_at_in_the_middle_of_a_pass_is_used_once(strategy: Any) -> None:
     found = 0
     for index, batch in enumerate(numbers(strategy)):
@@ -148,6 +149,7 @@ def test_a_data_set_as_an_argument_is_traced_once(strategy: Any) -> None:
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 def test_a_captured_data_set_and_iter_within_a_function(strategy: Any) -> None:
     data = numbers(strategy)
 

@@ -173,6 +173,7 @@ def test_hundreds_of_asynchronous_steps_are_counted_exactly(strategy: Any) -> No
 # Kinds of data.
 
 
+@pytest.mark.slow
 def test_ragged_and_text_inputs(strategy: Any) -> None:
     words = np.array(["a", "b", "c"])[ALL % 3]
     table = tf.lookup.StaticHashTable(

@@ -134,7 +134,7 @@ def own_step(model: keras.Model) -> Callable[[Any], Any]:
     return step
 
 
-@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("in_graph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_loop_over_distributed_data(strategy: Any, in_graph: bool) -> None:
     model = dense(strategy, lambda: keras.optimizers.SGD(0.05))
     with strategy.scope():

@@ -195,7 +195,7 @@ def test_what_can_not_hold_is_refused_before_anything_is_trained(strategy: Any, 
     assert int(model.optimizer.iterations) == 0
 
 
-@pytest.mark.parametrize("call", ["fit", "evaluate"])
+@pytest.mark.parametrize("call", ["fit", pytest.param("evaluate", marks=pytest.mark.slow)])
 def test_data_set_captured_in_a_step_is_refused(strategy: Any, call: str) -> None:
     class Reading(keras.Model):
         def __init__(self) -> None:

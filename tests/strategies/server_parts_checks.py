@@ -177,6 +177,7 @@ def test_files_and_resumed_runs_continue(strategy: Any, tmp_path: pathlib.Path) 
     assert {placement.part_of(weight) for weight in loaded.weights} == {0, 1}
 
 
+@pytest.mark.slow
 def test_steps_on_the_chief_need_no_devices(strategy: Any) -> None:
     model = made(strategy, run_eagerly=True)
     before = model.get_weights()

@@ -281,6 +281,7 @@ def test_a_strategy_that_nobody_needs_ends_its_threads(cpus):
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_close_ends_the_threads_and_refuses_further_training(cpus: list[str]) -> None:
     before = {thread.name for thread in threading.enumerate()}
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])

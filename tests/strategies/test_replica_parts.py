@@ -180,6 +180,7 @@ def test_a_shared_layer_has_one_place(strategy: tfdist.MirroredStrategy) -> None
     model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.slow  # `TestServerParts` of `tests/conformance` has a policy.
 @pytest.mark.parametrize(
     "policy",
     [

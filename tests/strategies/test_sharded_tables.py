@@ -204,6 +204,7 @@ WHOLE_OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizers", ["lamb", pytest.param("others", marks=pytest.mark.slow)])
 def test_tables_in_shards_are_put_together_or_refused(tmp_path: pathlib.Path, optimizers: str) -> None:
     given = f"OPTIMIZERS_OF_WHOLE = [{WHOLE_OPTIMIZERS[optimizers]}]"

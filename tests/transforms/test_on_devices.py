@@ -83,7 +83,7 @@ def test_state_does_not_change_where_gradients_do_not_count(policies: Callable[[
 
 
 @EACH
-@pytest.mark.parametrize("where", T.PLACES)
+@pytest.mark.parametrize("where", [T.PLACES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in T.PLACES[1:])])
 def test_the_scale_of_losses_falls_where_a_transform_removes_what_is_not_finite(
     policies: Callable[[], Any], where: str
 ):
