@@ -23,9 +23,9 @@ from tfdist.launchers.requests import SENT_PREFIX, LaunchError
 #
 # TF_CPP_MIN_LOG_LEVEL doesn't suppress informational lines that are written before TensorFlow's logger is set up; such
 # a logger writes the date 00/00. Warnings and errors stay, and so does Python's own logging, but for ordinary messages
-# of a job whose task ends: the rendezvous of a step is cleaned up; the handle of a tensor is deleted a second time;
-# functions can't be registered on a lost task; all tasks abort their sums before they raise the same. This machine has
-# no NVIDIA driver (303).
+# of a job whose task ends: the rendezvous of a step is cleaned up; a worker is to delete the results of a step that
+# failed there, such as the one that has met the end of data of unknown length; functions can't be registered on a lost
+# task; all tasks abort their sums before they raise the same. This machine has no NVIDIA driver (303).
 
 
 _NOISE = re.compile(
