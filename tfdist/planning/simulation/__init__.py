@@ -19,7 +19,7 @@
     result.gradients[0]       # record of each gradient: start, arrival, staleness, outcome
 
 `simulate_policy` runs a policy alone, where nothing but gradients takes time. Tests compare it with exact results
-(`tests/planning/closed_forms.py`). No module imports TensorFlow or NumPy. docs/scaling.md explains the models.
+(`tests/planning/test_closed_forms.py`). No module imports TensorFlow or NumPy. docs/scaling.md explains the models.
 """
 
 from tfdist.planning.simulation.delay_distributions import (
