@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.slurm import task as slurm_task
 
 
@@ -27,25 +28,12 @@ def test_lists(text, hosts):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "the host list is empty; write it as Slurm does"),
-        ("a,,b", "the host list has an empty name"),
-        ("n[1-3", "the host list has a bracket that is not closed"),
-        ("n1-3]", "the host list has a bracket too many at character 5"),
-        ("n[[1]]", "the host list has a bracket too many at character 3"),
-        ("n[]", "the host list has '' in brackets, which is no range"),
-        ("n[3-1]", "the host list has the range 3-1, which runs backwards"),
-        ("n[a-c]", "the host list has 'a-c' in brackets"),
-        ("n[1-99999999]", "the host list names more than 65536 hosts"),
-        ("[1-999][1-999]", "the host list names more than 65536 hosts"),
-        ("n 1", "the host list has ' ' in a name"),
-    ],
+    "text",
+    ["", "a,,b", "n[1-3", "n1-3]", "n[[1]]", "n[]", "n[3-1]", "n[a-c]", "[1-999][1-999]", "a,n[2-1]", "n 1"],
 )
-def test_what_is_no_list(text, words):
-    with pytest.raises(slurm_task.HostlistError) as caught:
+def test_what_is_no_list(text):
+    with pytest.raises(LaunchError, match="the host list is not written as Slurm does"):
         slurm_task.expand_hosts(text)
-    assert str(caught.value).startswith(words)
 
 
 @pytest.mark.parametrize(("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1,2", [1, 2])])
@@ -55,7 +43,7 @@ def test_tasks_per_host(text, counts):
 
 @pytest.mark.parametrize("text", ["", "x", "2(x0)", "2(x99999999)", "2x3", "-1", "²"])
 def test_what_are_no_tasks_per_host(text):
-    with pytest.raises(slurm_task.HostlistError, match="the tasks per host are not written as Slurm does"):
+    with pytest.raises(LaunchError, match="the tasks per host are not written as Slurm does"):
         slurm_task.expand_counts(text)
 
 
@@ -82,7 +70,7 @@ def test_fuzz(cases):
         for function in (slurm_task.expand_hosts, slurm_task.expand_counts):
             try:
                 found = function(text)
-            except slurm_task.HostlistError as error:
+            except LaunchError as error:
                 assert len(str(error).splitlines()) == 1
             else:
                 assert 0 < len(found) <= slurm_task.MAX_HOSTS

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import re
 import signal
@@ -30,18 +31,16 @@ from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, E
 from tfdist.launchers.supervise import wrapping
 from tfdist.launchers.supervise.notices import Notices
 
-# Parser of Slurm's compressed host lists, such as "rack[0-1]n[08-11]-ib,login".
+# Parser of what Slurm writes into SLURM_*: "rack[0-1]n[08-11]-ib,login", and "2(x3),1" tasks on them. `scontrol` has
+# one, but a task may be in a container without it.
 
 
-# Slurm's own limit for one expression. Jobs are far smaller; a mistyped range may exceed it.
+# Slurm's own limit for one expression.
 MAX_HOSTS = 1 << 16
-_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)", re.ASCII)
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
-_EXAMPLE = 'write it as Slurm does, such as "n[01-04,7],login"'
-
-
-class HostlistError(LaunchError):
-    """Invalid host list. The message is one line."""
+_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
+_PART = rf"[^][,\s]|\[{_RANGE}(?:,{_RANGE})*\]"
+_HOSTS = re.compile(rf"(?:{_PART})+(?:,(?:{_PART})+)*", re.ASCII)
+_COUNT = r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?"
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -52,86 +51,46 @@ def expand_hosts(text: str) -> list[str]:
         number; several brackets in one name count like digits, the last one fastest.
 
     Raises:
-      HostlistError: the text is invalid, or names more than 65536 hosts.
+      LaunchError: the text is invalid, or names more than 65536 hosts.
     """
     hosts: list[str] = []
-    for expression in _split(text):
-        hosts.extend(_expand_one(expression, text))
-        if len(hosts) > MAX_HOSTS:
-            raise _wrong(text, f"names more than {MAX_HOSTS} hosts")
+    for name in re.findall(rf"(?:{_PART})+", text, re.ASCII) if _HOSTS.fullmatch(text) else ():
+        parts = [_numbers(part) if part[0] == "[" else [part] for part in re.findall(_PART, name, re.ASCII)]
+        if not 0 < math.prod(map(len, parts)) <= MAX_HOSTS - len(hosts):
+            hosts.clear()
+            break
+        hosts += map("".join, itertools.product(*parts))
+    if not hosts:
+        raise LaunchError(f"the host list is not written as Slurm does, such as n[01-04,7],login. Received: {text!r}")
     return hosts
+
+
+def _numbers(part: str) -> list[str]:
+    """Expands "[01-04,7]"; [] for more than `MAX_HOSTS`, or a range that runs backwards."""
+    numbers: list[str] = []
+    for item in part[1:-1].split(","):
+        first, _, last = item.partition("-")
+        span = range(int(first), int(last or first) + 1)
+        if not 0 < len(span) <= MAX_HOSTS - len(numbers):
+            return []
+        numbers += (f"{number:0{len(first)}d}" for number in span)
+    return numbers
 
 
 def expand_counts(text: str) -> list[int]:
     """Expands Slurm's numbers of tasks per host: "2(x3),1" is [2, 2, 2, 1].
 
     Raises:
-      HostlistError: the text is invalid, or is for more than 65536 hosts.
+      LaunchError: the text is invalid, or is for more than 65536 hosts.
     """
     counts: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item, re.ASCII)
+        match = re.fullmatch(_COUNT, item, re.ASCII)
         times = int(match[2] or 1) if match else 0
         if match is None or times < 1 or len(counts) + times > MAX_HOSTS:
-            raise HostlistError(
-                f"the tasks per host are not written as Slurm does, such as 2(x3),1. Received: {text!r}"
-            )
+            raise LaunchError(f"the tasks per host are not written as Slurm does, such as 2(x3),1. Received: {text!r}")
         counts.extend([int(match[1])] * times)
     return counts
-
-
-def _split(text: str) -> list[str]:
-    """Splits at the commas outside of brackets."""
-    expressions, depth, start = [], 0, 0
-    for position, char in enumerate(text):
-        depth += (char == "[") - (char == "]")
-        if depth not in (0, 1):
-            raise _wrong(text, f"has a bracket too many at character {position + 1}")
-        if char == "," and depth == 0:
-            expressions.append(text[start:position])
-            start = position + 1
-    if depth:
-        raise _wrong(text, "has a bracket that is not closed")
-    return [*expressions, text[start:]]
-
-
-def _expand_one(expression: str, text: str) -> list[str]:
-    parts: list[list[str]] = []
-    position = 0
-    while position < len(expression):
-        match = _PART.match(expression, position)
-        if match is None:
-            raise _wrong(text, f"has {expression[position]!r} in a name")
-        parts.append([match[2]] if match[2] else _expand_ranges(match[1], text))
-        position = match.end()
-    if not parts:
-        raise _wrong(text, "has an empty name" if text else "is empty")
-    count = 1
-    for part in parts:
-        count *= len(part)
-    if count > MAX_HOSTS:
-        raise _wrong(text, f"names more than {MAX_HOSTS} hosts")
-    return ["".join(names) for names in itertools.product(*parts)]
-
-
-def _expand_ranges(ranges: str, text: str) -> list[str]:
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        match = _RANGE.fullmatch(item)
-        if match is None:
-            raise _wrong(text, f"has {item!r} in brackets, which is no range of numbers")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise _wrong(text, f"has the range {item}, which runs backwards")
-        if last - first >= MAX_HOSTS or len(numbers) > MAX_HOSTS:
-            raise _wrong(text, f"names more than {MAX_HOSTS} hosts")
-        numbers.extend(f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
-    return numbers
-
-
-def _wrong(text: str, problem: str) -> HostlistError:
-    shown = text if len(text) <= 120 else f"{text[:117]}..."
-    return HostlistError(f"the host list {problem}; {_EXAMPLE}. Received: {shown!r}")
 
 
 # Below the ephemeral ports of all common systems. Jobs that share a host have ids close to each other.
