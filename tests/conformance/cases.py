@@ -620,6 +620,8 @@ SLOW = {
     *("global_clipnorm", "loss scale"),
     # "class weights" weighs examples, and data of unknown length come in executions of several steps.
     *("sample_weight", "unknown length"),
+    # Others have parts without examples, and layers in loops.
+    *("NaN of zeros, sum loss", "recurrent, built from one example"),
     # Steps and losses of users' code, of which one of each kind is enough.
     *("step of_keras", "step tracked", "step decorated", "step that assigns", "functions around those of Keras"),
     "own functions",

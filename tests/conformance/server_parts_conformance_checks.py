@@ -22,7 +22,7 @@ class TestServerParts(Conformance):
     logs_within = _Aggregated.logs_within
     # Where an operation runs depends on the parts of a step: `TestAggregated` has the others on one device each, and
     # `TestSpanningDevices` has them in one process.
-    quick = frozenset({"accumulation, clipnorm, ema", "embedding, clipnorm", TRANSFORMS[0]})
+    quick = frozenset({"accumulation, clipnorm, ema", TRANSFORMS[0]})
     quick_tests = frozenset({"test_steps_on_single_batches"})
 
     @pytest.fixture(autouse=True)

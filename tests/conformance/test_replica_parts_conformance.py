@@ -23,7 +23,7 @@ class TestSpanningDevices(Conformance):
     quick = frozenset(
         {
             *("accumulation, clipnorm, ema", "run_eagerly", "embedding, clipnorm", "interrupted and resumed"),
-            *("recurrent, built from one example", "loop, gradient_penalty"),
+            "loop, gradient_penalty",
         }
     )
     quick_tests = frozenset()

@@ -125,7 +125,7 @@ def calm() -> Calm:
         ("of unknown length", 1, 1, (12,)),
         # Interrupted again and again.
         pytest.param("endless", 1, 1, (3, 4, 9, 1), marks=pytest.mark.slow),
-        ("endless", 3, 7, (20,)),
+        pytest.param("endless", 3, 7, (20,), marks=pytest.mark.slow),
         pytest.param("cached", 1, 7, (20,), marks=pytest.mark.slow),
     ],
 )
@@ -392,6 +392,7 @@ def test_one_iterator_that_ends_with_the_epoch_is_gone_on_with(tmp_path: pathlib
     _assert_equal(_weights(fit([tfdist.callbacks.Resume(tmp_path)])), _weights(calm))
 
 
+@pytest.mark.slow  # `test_what_callbacks_remember_of_a_metric_is_kept` has callbacks of Keras.
 def test_a_training_that_was_stopped_early_stays_so(tmp_path: pathlib.Path):
     """With the weights that the callback has put back."""
 
