@@ -238,6 +238,14 @@ def test_predictions_of_different_generators_are_refused():
         compare_data(generated(NUMBERS).batch(8), generated(NUMBERS + 1).batch(8), is_for_predict=True)
 
 
+def test_a_late_worker_of_a_quorum_is_compared_in_a_line(capfd: pytest.CaptureFixture[str]):
+    store: dict[str, Any] = {}
+    for index, dataset in enumerate((of_arrays(LABELS), of_arrays(LABELS + 1))):
+        same = _shared_datasets.SameBatches(Worker(index, store))  # pyright: ignore[reportArgumentType]
+        assert len(list(same.watched(dataset.batch(8), is_for_predict=False, has_quorum=True))) == 6
+    assert capfd.readouterr().err.count("another batch 0 on worker:1 than on worker:0") == 1
+
+
 def test_watched_batches_keep_specs_and_length():
     ragged = tf.data.Dataset.from_tensor_slices({"x": tf.ragged.constant([[1], [2, 3], [4]]), "y": [True, False, True]})
     for dataset in (ragged.batch(2), ragged.batch(2, drop_remainder=True), of_arrays(NUMBERS, LABELS).batch(8)):

@@ -150,7 +150,7 @@ class SameBatches:
         # The number of exchanges of the workers, and that of the data sets since the last one.
         self._place = -1, 0
 
-    def watched(self, dataset: tf.data.Dataset, is_for_predict: bool) -> tf.data.Dataset:
+    def watched(self, dataset: tf.data.Dataset, is_for_predict: bool, has_quorum: bool = False) -> tf.data.Dataset:
         """Returns a data set with the same elements, of which some are compared with those of the other workers.
 
         Compared are the batches 0, 1, 2, 4, 8 ... and the last one of the first passes, by sums of each component. All
@@ -160,6 +160,8 @@ class SameBatches:
         Args:
           dataset: its elements are global batches.
           is_for_predict: predictions must be those of the input.
+          has_quorum: steps are made without late workers. Such a worker may leave out a whole pass, so the first pass
+            alone is compared, without a wait, and a difference is a line.
 
         Raises:
           ValueError: while it is read, wrapped by TensorFlow (`explain`): batches differ in all components. In data
@@ -176,14 +178,14 @@ class SameBatches:
             if index == 0:
                 with self._lock:
                     of_pass = passes = passes + 1
-            if of_pass <= _PASSES:
-                wait_secs = _WAIT_SECS if of_pass == 1 and index == 0 else 0.0
+            if of_pass <= (1 if has_quorum else _PASSES):
+                wait_secs = _WAIT_SECS if of_pass == 1 and index == 0 and not has_quorum else 0.0
                 difference = self._difference(f"{place}/{of_pass}/{index}", sums, wait_secs)
                 if difference:
                     other, is_partial = difference
                     received = f"another batch {index} on {self._own} than on {other}"
                     draws, in_python = _operations(dataset)
-                    if not is_partial and not draws and (is_for_predict or not in_python):
+                    if not (has_quorum or is_partial or draws) and (is_for_predict or not in_python):
                         raise ValueError(_SAME.format(remedy=_DIFFERENT, received=received))
                     if not is_said and not (draws and is_partial):
                         is_said = True

@@ -420,9 +420,9 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _dealt(self, dataset: tf.data.Dataset, is_known: bool, options: Any = None) -> Any:
         parts, count = self._parts(), self.num_replicas_in_sync
-        # Where steps are made without a worker, it may leave out a pass, and the passes could not be told apart.
-        if self._same_batches is not None and not (self._quorum or self._warming):
-            dataset = self._same_batches.watched(dataset, _is_for_predict())
+        # In a warmup phase some workers leave out whole passes, which could not be told apart.
+        if self._same_batches is not None and not self._warming:
+            dataset = self._same_batches.watched(dataset, _is_for_predict(), has_quorum=self._quorum is not None)
         dealt = splitting.deal(dataset, parts, count).prefetch(len(parts))
         distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt, options))
         explain = lambda error: splitting.explain(error) or _shared_datasets.explain(error)  # noqa: E731
