@@ -68,7 +68,6 @@ class WarmupEngine(Engine):
         agreement: Any = None,
     ) -> None:
         self._strategy = strategy
-        self._device: str = strategy.extended.worker_devices[0]
         self._warmup = warmup
         self._replicas = tuple(replicas)
         self._sum_over_workers = sum_over_workers
@@ -162,7 +161,7 @@ class WarmupEngine(Engine):
         model = step.model
 
         def alone(part: Any) -> Any:
-            with one_replica.alone(model, self._device):
+            with one_replica.alone(model, self._strategy):
                 return tf.nest.map_structure(tf.convert_to_tensor, step.function(handles.without_optionals(part)))
 
         if count == 1:

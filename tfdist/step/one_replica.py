@@ -16,12 +16,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras import scope
+from tfdist.compat.keras import placement, scope
 from tfdist.compat.keras.optimizers import (
     optimizers_of,
     parts_of,
     patched_attributes,
     patches_of_strategy,
+    trained_by,
     without_all_reduce,
 )
 from tfdist.compat.tensorflow import graphs, replicas, variables
@@ -31,26 +32,64 @@ from tfdist.transport import buckets
 
 
 @contextlib.contextmanager
-def alone(model: keras.Model, device: str) -> Iterator[None]:
-    """Within this block the model is one of a single device.
+def alone(model: keras.Model, strategy: Any, index: int = 0, context: Any = None) -> Iterator[None]:
+    """Within this block the model is one of a single device: what is traced reads and writes one replica's copies.
 
     Args:
-      model: a built model, whose optimizers are built, of any strategy with copies on devices.
-      device: where its first copies are.
+      model: a built model, whose optimizers are built, of a strategy with copies on devices.
+      strategy: the strategy.
+      index: the replica, among those of this process.
+      context: the replica context; by default that of the only replica.
     """
+    with _on_copies(strategy, index, variables_of(model), optimizers_of(model), context):
+        yield
+
+
+def apply_alone(
+    strategy: Any, index: int, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Any], given: Any = None
+) -> Any:
+    """Updates one replica's copies as a single device does; in any context, in a graph or eagerly.
+
+    Args:
+      strategy: a strategy with copies on devices.
+      index: the replica, among those of this process.
+      optimizer: a Keras optimizer, which is built.
+      apply: its `apply`.
+      gradients: what it is given, on the device of the replica.
+      given: the variables that it is given, of Keras or TensorFlow; None for all.
+    """
+    of_optimizer = [variable for part in parts_of(optimizer) for variable in part.variables]
+    updated = [*of_optimizer, *trained_by(optimizer), *(given or ())]
+    of_keras = [variable for variable in updated if isinstance(variable, keras.Variable)]
+    if given is not None:
+        given = [v if isinstance(v, keras.Variable) else _copy(getattr(v, "values", [v]), index) for v in given]
+    with _on_copies(strategy, index, of_keras, [optimizer]):
+        return placement.followed_by_strategy(strategy, apply)(gradients, given)
+
+
+@contextlib.contextmanager
+def _on_copies(
+    strategy: Any, index: int, keras_variables: Sequence[Any], optimizers: Sequence[Any], context: Any = None
+) -> Iterator[None]:
     default = replicas.default_strategy()
-    changes = [variables.with_tf_variable(variable, copies_of(variable)[0]) for variable in variables_of(model)]
-    changes += [patches_of_strategy(optimizer, default) for optimizer in _optimizers(model)]
-    # The sum over one replica, for which TensorFlow would keep the graph for ever; see
-    # `optimizers.sum_over_replicas`.
-    for optimizer in optimizers_of(model):
+    unique = {id(variable): variable for variable in keras_variables}.values()
+    changes = [variables.with_tf_variable(each, _copy(copies_of(each), index)) for each in unique]
+    for optimizer in optimizers:
+        changes += [patches_of_strategy(part, default) for part in parts_of(optimizer)]
+        # The sum over one replica, for which TensorFlow would keep the graph for ever; see
+        # `optimizers.sum_over_replicas`.
         changes += without_all_reduce(optimizer)
     with (
         patched_attributes(changes),
-        tf.device(device),
-        tf.distribute.ReplicaContext(default, 0),
+        tf.device(strategy.extended.worker_devices[index]),
+        context or tf.distribute.ReplicaContext(default, 0),
     ):
         yield
+
+
+def _copy(copies: Sequence[Any], index: int) -> Any:
+    """Returns a replica's copy; a variable that was made outside of the scope has one."""
+    return copies[index if len(copies) > 1 else 0]
 
 
 def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:

@@ -7,7 +7,8 @@ A step is a bound `train_step` or `test_step` of a Keras model; any other functi
 - optimizers are built before anything is traced, so that slots are not created inside a loop;
 - each replica's gradients are weighted by its share of the global batch, so their sum is the gradient of the mean over
   all examples; a replica without examples contributes nothing;
-- the optimizer patches put clipping, accumulation and loss scaling after the sum over replicas;
+- each replica updates its copies from the sum over replicas, as a single device does: so clipping, accumulation and
+  loss scaling follow the sum;
 - the logs are those of the whole global batch, in one reduction for all of them; in Keras' own step of one replica per
   worker it is the reduction of the gradients, and the update follows it;
 - statistics of layers, such as BatchNormalization, and weights that the step assigns itself are averaged, so that
@@ -76,32 +77,95 @@ def run_step(
         with losses.counted_as_one(strategy):
             weights = _Weights(shares, strategy.num_replicas_in_sync, training and step.is_of_keras)
             weigh, finish = _before_sum(strategy, weights, batches), _after_sum(strategy, weights, batches)
-            postponed = None
+            last = None
             if training and _updates_last(strategy, step):
                 # Sparse gradients are summed there.
                 handed_in = times.handing_in(weigh) if times else weigh
-                postponed = optimizers.Postponed(model.optimizer, handed_in, finish)
-            sum_up = times.summing(sum_gradients) if times else sum_gradients
-            patches = _patches(model, postponed, weigh, sum_up, finish) if training else contextlib.nullcontext()
+                last = _Update(strategy, model.optimizer, handed_in, None, finish)
+            sum_up = (times.summing(sum_gradients) if times else sum_gradients) or optimizers.sum_given
+            of_model = optimizers.optimizers_of(model) if training and not last else []
+            updates = [last] if last else [_Update(strategy, each, weigh, sum_up, finish) for each in of_model]
             told = logs_of_metrics.MetricResults([metric for metric in model.metrics if one_replica.counts(metric)])
             written = _WrittenWeights(model)
             checked = recording.check_counts(model) if strategy.num_replicas_in_sync > 1 else []
+            changes = [(each.optimizer, "apply", each.apply) for each in updates]
+            changes += [*weights.of_losses(model), *told.changes(), *written.changes(), *checked]
             with (
-                patches,
-                optimizers.patched_attributes(
-                    [*weights.of_losses(model), *told.changes(), *written.changes(), *checked]
-                ),
+                optimizers.patched_attributes(changes),
                 _filled(strategy, step, data, parts, shares) as given,
             ):
                 logs = run(*given)
         kept = [*models.statistics_of(model), *written.found] if training else []
-        return _Results(strategy, shares, sum_over_workers, told, sum_gradients, times).merge(logs, kept, postponed)
+        return _Results(strategy, shares, sum_over_workers, told, sum_gradients, times).merge(logs, kept, last)
 
 
-def _patches(model: keras.Model, postponed: Any, *given: Any) -> contextlib.AbstractContextManager:
-    if postponed:
-        return optimizers.patched_attributes([postponed.change])
-    return optimizers.patched(optimizers.optimizers_of(model), *given)
+class _Update:
+    """Stands for `apply` of an optimizer: sums the replicas' gradients, and updates each copy by the sum.
+
+    Each update is that of a single device, which clips, accumulates, scales and averages what it is given.
+
+    Args:
+      strategy: the strategy.
+      optimizer: a Keras optimizer.
+      weigh: called in replica context with this replica's gradients before they are summed; None for nothing.
+      sum_up: sums them. None for an update that is made after the step, with the sums of `gradients`.
+      finish: called with the sums; None for nothing.
+
+    Attributes:
+      optimizer: the same.
+      gradients: where `sum_up` is None, the gradients, weighed; a sparse one is summed over the replicas already. None
+        where there is no gradient.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        optimizer: Any,
+        weigh: optimizers.Transform | None,
+        sum_up: optimizers.SumGradients | None,
+        finish: optimizers.Transform | None,
+    ) -> None:
+        self._strategy, self.optimizer = strategy, optimizer
+        self._weigh, self._sum_up, self._finish = weigh, sum_up, finish
+        self._stock, self._given = optimizer.apply, None
+        self.gradients: list[Any] = []
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """The variable of each gradient."""
+        return self._given or optimizers.trained_by(self.optimizer)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """See `keras.optimizers.Optimizer.apply`."""
+        if tf.distribute.in_cross_replica_context():
+            return self._stock(grads, trainable_variables)
+        grads, self._given = list(grads), None if trainable_variables is None else list(trainable_variables)
+        if not self.optimizer.built:
+            self.optimizer.build(self._given)
+        check_made_in_scope(self._strategy, self.variables)
+        for gradient, variable in zip(grads, self.variables, strict=False):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
+        weighed = list(self._weigh(grads, self.optimizer, self.variables)) if self._weigh else grads
+        if self._sum_up is not None:
+            sums = self._sum_up(self.optimizer, weighed, self.variables)
+            self._update(replicas.current(), self._finished(sums))
+            return None
+        is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in weighed]
+        rows = [gradient if sparse else None for gradient, sparse in zip(weighed, is_sparse, strict=True)]
+        sums = optimizers.sum_over_replicas(rows)
+        self.gradients = [total if sparse else g for g, total, sparse in zip(weighed, sums, is_sparse, strict=True)]
+        return None
+
+    def update(self, sums: Sequence[Any]) -> None:
+        """Makes the update of this process' only replica, in cross-replica context, from the sums of `gradients`."""
+        self._update(0, self._finished(sums))
+
+    def _finished(self, sums: Sequence[Any]) -> Sequence[Any]:
+        return self._finish(sums, self.optimizer, self.variables) if self._finish else sums
+
+    def _update(self, index: int, sums: Sequence[Any]) -> None:
+        one_replica.apply_alone(self._strategy, index, self.optimizer, self._stock, list(sums), self._given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,13 +387,13 @@ class _Results:
     sum_gradients: optimizers.SumGradients | None
     times: step_times.TimedStep | None = None
 
-    def merge(self, logs: Any, statistics: Sequence[Any], postponed: Any = None) -> Any:
-        """Averages variables, makes a postponed update and finds the logs, with one reduction for all of them.
+    def merge(self, logs: Any, statistics: Sequence[Any], last: Any = None) -> Any:
+        """Averages variables, makes a last update and finds the logs, with one reduction for all of them.
 
         Args:
           logs: of each replica.
           statistics: Keras variables to be averaged.
-          postponed: an `optimizers.Postponed`, or None.
+          last: the update that is made after the step, or None.
 
         Returns:
           The logs of the global batch.
@@ -349,16 +413,16 @@ class _Results:
                 others.append(leaf)
         parts = [tf.add_n([tf.convert_to_tensor(copy) for copy in counter.value.values]) for counter in counters]
         parts += [self._mean_part(value) for value in [*others, *(variable.value for variable in statistics)]]
-        gradients = postponed.gradients if postponed else []
+        gradients = last.gradients if last else []
         # The last layers' gradients are there first. Sparse ones are sums already.
         dense = [index for index, each in enumerate(gradients) if isinstance(each, tf.Tensor)][::-1]
-        sums_of_gradients, sums = self._sum_up(postponed, dense, parts)
+        sums_of_gradients, sums = self._sum_up(last, dense, parts)
         counts, rest = sums[: len(counters)], sums[len(counters) :]
         for variable, mean in zip(statistics, rest[len(others) :], strict=True):
             one_replica.assign_all(variable, mean)
-        if postponed:
+        if last:
             by_index = dict(zip(dense, sums_of_gradients, strict=True))
-            postponed.update(self.strategy, [by_index.get(index, each) for index, each in enumerate(gradients)])
+            last.update(self.strategy, [by_index.get(index, each) for index, each in enumerate(gradients)])
         means = iter(rest)
         with keras.StatelessScope(state_mapping=list(zip(counters, counts, strict=True))):
             merged = [self._merged(*each, means) for each in zip(first, formulas, strict=True)]
@@ -378,13 +442,13 @@ class _Results:
             return formulas[0].value(results, [next(means) for _ in formulas[0].others])
         return self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf)
 
-    def _sum_up(self, postponed: Any, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _sum_up(self, last: Any, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
         """Sums the gradients of these indices, and other tensors; takes the times before and after."""
-        gradients = [postponed.gradients[index] for index in dense]
+        gradients = [last.gradients[index] for index in dense]
         given = [*parts, *(self.times.vector([*gradients, *parts]) if self.times else [])]
         if gradients and self.sum_gradients:
-            variables = [postponed.variables[index] for index in dense]
-            found = self.sum_gradients(postponed.optimizer, gradients, variables)
+            variables = [last.variables[index] for index in dense]
+            found = self.sum_gradients(last.optimizer, gradients, variables)
             sums = self.sum_over_workers(given)
         else:
             sums = self.sum_over_workers([*gradients, *given])

@@ -11,7 +11,6 @@ loops without `strategy.run`.)
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,14 +26,9 @@ from tfdist.compat.tensorflow import graphs, replicas
 NEEDS = (
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._apply_weight_decay",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_increment_gradient_accumulators",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_reset_gradient_accumulators",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_update_step",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._clip_gradients",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._overwrite_model_variables_with_average_value",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._update_model_variables_moving_average",
     "keras:optimizers.LossScaleOptimizer._common_apply",
     "keras:optimizers.LossScaleOptimizer._tf_apply",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._use_merge_call",
@@ -61,88 +55,6 @@ _SumUp = Callable[[Gradients, Sequence[Any]], list[Any]]
 UPDATE = "_distributed_tf_update_step"
 # Method in which Keras sums the gradients of all replicas.
 _SUM = "_all_reduce_sum_gradients"
-
-
-@contextlib.contextmanager
-def patched(
-    optimizers: Iterable[Any],
-    weigh: Transform | None = None,
-    sum_gradients: SumGradients | None = None,
-    finish: Transform | None = None,
-) -> Iterator[None]:
-    """Within this block, `apply` of these optimizers updates as one device would, from the sum over all replicas.
-
-    Args:
-      optimizers: Keras optimizers; each is restored at the end.
-      weigh: called in replica context with this replica's gradients before they are summed.
-      sum_gradients: sums them; `sum_over_replicas` by default.
-      finish: called with the sums, before anything else of the update.
-    """
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            sum_up = functools.partial(sum_gradients, optimizer) if sum_gradients else _sum_up
-            stack.enter_context(_patched(optimizer, weigh, _finished(optimizer, sum_up, finish)))
-        yield
-
-
-def _finished(optimizer: Any, sum_up: _SumUp, finish: Transform | None) -> _SumUp:
-    if finish is None:
-        return sum_up
-    return lambda gradients, variables: list(finish(sum_up(gradients, variables), optimizer, variables))
-
-
-class Postponed:
-    """One call of `optimizer.apply` in a step, and the update that is made after the step from the sums.
-
-    Args:
-      optimizer: a Keras optimizer, which is built.
-      weigh: see `patched`.
-      finish: likewise.
-
-    Attributes:
-      optimizer: the optimizer.
-      gradients: what `apply` was given, weighed; a sparse one is summed over the replicas already. None where there is
-        no gradient.
-    """
-
-    def __init__(self, optimizer: Any, weigh: Transform | None, finish: Transform | None = None) -> None:
-        self.optimizer = optimizer
-        self._weigh = weigh
-        self._finish = finish
-        self._variables: Sequence[Any] | None = None
-        self.gradients: list[Any] = []
-
-    @property
-    def variables(self) -> Sequence[Any]:
-        """The variable of each gradient."""
-        return self._variables or trained_by(self.optimizer)
-
-    @property
-    def change(self) -> tuple[Any, str, Any]:
-        """The change, for `patched_attributes`, by which `apply` keeps the gradients."""
-        return self.optimizer, "apply", self._keep
-
-    def _keep(self, grads: Gradients, trainable_variables: Sequence[Any] | None = None) -> None:
-        if self.gradients:
-            raise RuntimeError(f"train_step: it calls apply of {self.optimizer.name!r} twice, which Keras' does not")
-        grads, self._variables = list(grads), trainable_variables
-        for gradient, variable in zip(grads, trainable_variables or (), strict=False):
-            if isinstance(gradient, tf.Tensor):
-                gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
-        weighed = list(self._weigh(grads, self.optimizer, self.variables)) if self._weigh else grads
-        grads = placement.beside(weighed, self.variables)
-        is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in grads]
-        sums = sum_over_replicas([g if sparse else None for g, sparse in zip(grads, is_sparse, strict=True)])
-        self.gradients = [
-            total if sparse else gradient for gradient, total, sparse in zip(grads, sums, is_sparse, strict=True)
-        ]
-
-    def update(self, strategy: tf.distribute.Strategy, sums: Gradients) -> None:
-        """Makes the update on all replicas of this process, in cross-replica context, from the sums of `gradients`."""
-        sums = self._finish(sums, self.optimizer, self.variables) if self._finish else sums
-        with patched_attributes(_of_update(self.optimizer, list)):
-            apply = _without_result(lambda: self.optimizer.apply(sums, self._variables))
-            strategy.extended.call_for_each_replica(apply)
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -261,24 +173,6 @@ def _varies(gradient: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _patched(optimizer: Any, weigh: Transform | None, sum_up: _SumUp) -> Iterator[None]:
-    is_whole = len(parts_of(optimizer)) == 1
-    first_sum = not is_whole or clips(optimizer) or _branches(optimizer)
-    changes: list[tuple[Any, str, Any]] = []
-    if weigh or first_sum:
-        changes.append((optimizer, "apply", _apply(optimizer, weigh, sum_up if first_sum else None)))
-    with patched_attributes([*changes, *_of_update(optimizer, list if first_sum else _summing_pairs(sum_up))]):
-        yield
-
-
-def _of_update(optimizer: Any, sum_pairs: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
-    """Returns the changes by which an optimizer and its parts sum by `sum_pairs`, and branch where they can."""
-    parts = parts_of(optimizer)
-    branching = [(part, "_backend_apply_gradients", _branching_apply(part)) for part in parts if _branches(part)]
-    return [*((part, _SUM, sum_pairs) for part in parts), *branching]
-
-
-@contextlib.contextmanager
 def patched_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Within this block these objects have these attributes, of (object, name, value), of their own."""
     before: list[tuple[Any, str, bool, Any]] = []
@@ -324,109 +218,6 @@ def scaling_alone(optimizer: Any) -> list[tuple[Any, str, Any]]:
     """Changes, for `patched_attributes`, by which loss scaling applies without asking for replicas."""
     scaling = [each for each in parts_of(optimizer) if hasattr(each, "inner_optimizer")]
     return [(each, "_tf_apply", each._common_apply) for each in scaling]
-
-
-def clips(optimizer: Any) -> bool:
-    """Returns True if the optimizer clips gradients; Keras would clip on each replica, before the sum."""
-    return any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue))
-
-
-def _branches(optimizer: Any) -> bool:
-    """Returns True if the update is conditional; a conditional in replica context can't contain a merge call."""
-    return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
-
-
-def _apply(optimizer: Any, weigh: Transform | None, sum_up: _SumUp | None) -> Callable[..., None]:
-    original = optimizer.apply
-
-    def apply(grads: Gradients, trainable_variables: Any = None) -> None:
-        if tf.distribute.in_cross_replica_context():
-            return original(grads, trainable_variables)
-        variables = trainable_variables or trained_by(optimizer)
-        grads = list(weigh(list(grads), optimizer, variables) if weigh else grads)
-        if sum_up:
-            grads = sum_up(grads, variables)
-        return original(grads, trainable_variables)
-
-    return apply
-
-
-def _summing_pairs(sum_up: _SumUp) -> Callable[..., list[tuple[Any, Any]]]:
-    """Keras' `_all_reduce_sum_gradients`."""
-
-    def sum_pairs(gradients_and_variables: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        pairs = list(gradients_and_variables)
-        if tf.distribute.in_cross_replica_context():
-            return pairs
-        variables = [variable for _, variable in pairs]
-        return list(zip(sum_up([gradient for gradient, _ in pairs], variables), variables, strict=True))
-
-    return sum_pairs
-
-
-def _branching_apply(optimizer: Any) -> Callable[..., None]:
-    """Keras' `_backend_apply_gradients` with its conditionals in cross-replica context, where they may be."""
-
-    def backend_apply_gradients(grads: Gradients, trainable_variables: Sequence[Any]) -> None:
-        def everywhere(function: Callable[..., Any], *args: Any) -> Callable[[], tf.Tensor]:
-            def branch() -> tf.Tensor:
-                tf.distribute.get_strategy().extended.call_for_each_replica(_without_result(function), args=args)
-                return tf.constant(True)
-
-            return branch
-
-        def merged(strategy: tf.distribute.Strategy, grads: Gradients) -> None:
-            del strategy
-            _update_or_accumulate(optimizer, grads, trainable_variables, everywhere)
-            _average(optimizer, everywhere)
-
-        tf.distribute.get_replica_context().merge_call(merged, args=(list(grads),))
-
-    return backend_apply_gradients
-
-
-def _update_or_accumulate(optimizer: Any, grads: Gradients, variables: Sequence[Any], everywhere: Callable) -> None:
-    steps = optimizer.gradient_accumulation_steps
-    if not steps:
-        everywhere(_update, optimizer, grads, variables)()
-        return
-    # The accumulators of these variables: some may have been left out for want of a gradient.
-    totals = sums_of(optimizer)
-    sums = [totals[index_of(optimizer, variable)] for variable in variables]
-
-    def update_from_sums(grads: Gradients) -> None:
-        _update(optimizer, [(grad + total) / steps for grad, total in zip(grads, sums, strict=True)], variables)
-        optimizer._backend_reset_gradient_accumulators()
-
-    def accumulate(grads: Gradients) -> None:
-        optimizer._backend_increment_gradient_accumulators(grads, sums)
-
-    due = tf.equal((tf.convert_to_tensor(iterations_of(optimizer)) + 1) % steps, 0)
-    tf.cond(due, everywhere(update_from_sums, grads), everywhere(accumulate, grads))
-
-
-def _update(optimizer: Any, grads: Gradients, variables: Sequence[Any]) -> None:
-    grads = optimizer._clip_gradients(grads)
-    optimizer._apply_weight_decay(variables)
-    optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
-
-
-def _average(optimizer: Any, everywhere: Callable) -> None:
-    if not optimizer.use_ema:
-        return
-    variables = trained_by(optimizer)
-    everywhere(optimizer._update_model_variables_moving_average, variables)()
-    if optimizer.ema_overwrite_frequency:
-        due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
-        overwrite = everywhere(optimizer._overwrite_model_variables_with_average_value, variables)
-        tf.cond(due, overwrite, lambda: tf.constant(True))
-
-
-def _without_result(function: Callable[..., Any]) -> Callable[..., None]:
-    def call(*args: Any) -> None:
-        function(*args)
-
-    return tf.autograph.experimental.do_not_convert(call)
 
 
 # The variables of a Keras optimizer by the part that they play in it.
