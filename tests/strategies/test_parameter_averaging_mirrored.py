@@ -256,7 +256,7 @@ class Meets(keras.Sequential):
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (NotImplementedError, r"can't ask for the others.*strategy\.reduce", {"make": lambda: dense(kind=Meets)}),
+        (ValueError, r"can't gather the other replicas' parts with merge_call", {"make": lambda: dense(kind=Meets)}),
         (ValueError, r"XLA can't compile", {"jit_compile": True}),
     ],
 )

@@ -6,20 +6,18 @@ A file of its own beside the engine, `averaging`: this is what a step traces, th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.compat.keras import models, scope
+from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import (
     SumGradients,
     averages_of,
-    ema_overwrite,
     iterations_of,
     learning_rate_of,
     optimizers_of,
@@ -27,7 +25,6 @@ from tfdist.compat.keras.optimizers import (
     patched_attributes,
     sums_of,
     trained_by,
-    without_merge_call,
 )
 from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.passes import splitting
@@ -340,7 +337,7 @@ def _counters(model: keras.Model) -> list[Any] | None:
 #
 # The user's `train_step` runs as it is, once for each replica of this worker, all in one graph. Within it
 #
-# - `merge_call`, in which replicas would meet, calls its function for this replica alone;
+# - `merge_call` and `all_gather`, in which replicas would meet, are refused;
 # - `all_reduce` gives what it would give if all replicas had this one's value;
 # - a gradient counts as if it was that of the global batch: times the number of replicas, if Keras has divided the
 #   loss by it, and times this replica's share of the batch where that is uneven. So the mean of what all replicas come
@@ -362,55 +359,36 @@ def step_alone(
       What each step returns.
 
     Raises:
-      ValueError: an optimizer was not built.
-      NotImplementedError: the step needs the other replicas.
+      ValueError: an optimizer was not built, or the step needs the other replicas.
     """
     model = step.model
     batches, results = [part.batch for part in parts], []
     may_be_empty = strategy.num_replicas_in_sync > 1 and may_lack_examples(batches)
     if may_be_empty:
         batches = filled_on_devices(dict(zip(strategy.extended.worker_devices, batches, strict=True)))
-    with written_alone(_variables(model)):
-        for index, part in enumerate(parts):
-            with tf.device(strategy.extended.worker_devices[index]), context(strategy, index):
-                given = batches[index], may_be_empty, hand_in
-                results.append(_step(strategy, step, model, part, index, *given))
+    counted = [*models.statistics_of(model), *counted_by(model)] if may_be_empty else []
+    for index, part in enumerate(parts):
+        with (
+            one_replica.alone(model, strategy, index, is_of_all=True),
+            # Without examples, metrics and statistics stay as they are.
+            restored_unless(splitting.rows(part.batch), [each.value for each in counted]),
+        ):
+            results.append(
+                _step(strategy, step, part, batches[index], lambda given, index=index: hand_in(given, index))
+            )
     return results
 
 
-def _step(
-    strategy: Any,
-    step: Step,
-    model: keras.Model,
-    part: ReplicaPart,
-    index: int,
-    batch: Any,
-    may_be_empty: bool,
-    hand_in: Callable[[Sequence[Any], int], None],
-) -> Any:
-    count = strategy.num_replicas_in_sync
+def _step(strategy: Any, step: Step, part: ReplicaPart, batch: Any, hand_in: Callable[[Sequence[Any]], None]) -> Any:
+    count = replicas.count(strategy)
     share = functools.partial(losses.share_of_batch, part.batch, part.total, count)
     # The gradient of this replica alone, as that of the global batch.
     factor = share() * count
-    with losses.counted_as_one(strategy):
-        changed = losses.patches(model, share) if count > 1 else []
-        for optimizer in optimizers_of(model):
-            changed += own_copy_patches(optimizer, factor, lambda gradients: hand_in(gradients, index))
-        with patched_attributes(changed), _keeping(model, part if may_be_empty else None, index):
-            return step.function(batch)
-
-
-def own_copy_patches(
-    optimizer: Any, factor: tf.Tensor | float, hand_in: Callable[[Sequence[Any]], None] = lambda gradients: None
-) -> list[tuple[Any, str, Any]]:
-    """Returns patches by which `optimizer.apply`, called on a replica, updates its copies of the variables alone."""
-    parts = parts_of(optimizer)
-    return [
-        (optimizer, "apply", _scaled(optimizer, factor, hand_in)),
-        # Keras does this by the strategy, past the replica's context.
-        *(ema_overwrite(part, _overwriting(part)) for part in parts),
-        *without_merge_call(optimizer),
-    ]
+    changed = losses.patches(step.model, share) if count > 1 else []
+    changed += one_replica.without_others(step.name, count)
+    changed += [(each, "apply", _scaled(each, factor, hand_in)) for each in optimizers_of(step.model)]
+    with patched_attributes(changed):
+        return tf.nest.map_structure(tf.convert_to_tensor, step.function(batch))
 
 
 def _scaled(optimizer: Any, factor: tf.Tensor | float, hand_in: Callable[[Sequence[Any]], None]) -> Callable[..., Any]:
@@ -426,50 +404,6 @@ def _scaled(optimizer: Any, factor: tf.Tensor | float, hand_in: Callable[[Sequen
         return apply([g if g is None else contribution.times(g, factor) for g in grads], trainable_variables)
 
     return scaled
-
-
-def _overwriting(optimizer: Any) -> Callable[[Sequence[Any]], None]:
-    def overwrite(trainable_variables: Sequence[Any]) -> None:
-        for variable, average in zip(trainable_variables, averages_of(optimizer), strict=True):
-            variable.assign(tf.convert_to_tensor(average))
-
-    return overwrite
-
-
-def context(strategy: Any, index: int) -> one_replica.OneReplica:
-    """The context of one of this worker's replicas, which meets no other."""
-    # Within the context the strategy may say that it is one replica.
-    return one_replica.OneReplica(
-        strategy, replicas.in_sync_group(strategy, index), replicas.count(strategy), is_alone=True
-    )
-
-
-@contextlib.contextmanager
-def written_alone(variables: Iterable[Any]) -> Iterator[None]:
-    """Within this block, what a replica assigns goes to its own copy."""
-    mirrored = [getattr(variable, "value", variable) for variable in variables]
-    changed = [
-        variable
-        for variable in mirrored
-        if hasattr(variable, "values") and variable.synchronization != tf.VariableSynchronization.ON_READ
-    ]
-    with replicas.aggregated_writes(changed, tf.VariableAggregation.NONE):
-        yield
-
-
-def _variables(model: keras.Model) -> list[Any]:
-    """Returns the variables that a train step may write."""
-    optimizers = [each for each in optimizers_of(model) if each.built]
-    trained = [variable for each in optimizers for variable in trained_by(each)]
-    return [*one_replica.variables_of(model), *trained]
-
-
-def _keeping(model: keras.Model, part: ReplicaPart | None, index: int) -> contextlib.AbstractContextManager:
-    """Restores metrics and statistics after a step without examples; None is a part that has some."""
-    if part is None:
-        return contextlib.nullcontext()
-    variables = [*models.statistics_of(model), *counted_by(model)]
-    return restored_unless(splitting.rows(part.batch), [one_replica.copies_of(each)[index] for each in variables])
 
 
 # Sorts the variables of a model and its optimizers: what is averaged, stays a replica's own, or begins anew.
@@ -639,10 +573,7 @@ class Outer:
     def move(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """From the means of the parameters to the new parameters of all replicas."""
         last = self._last.values
-        with tf.device(self._last.device), context(self._strategy, 0):
+        with tf.device(self._last.device):
             differences = [each.value - mean for each, mean in zip(last, means, strict=True)]
-            changes = patched_attributes(own_copy_patches(self._optimizer, 1.0))
-            # The variables are this process' own.
-            with scope.checked_apply(self._strategy), changes:
-                self._optimizer.apply(differences, last)
+            one_replica.apply_alone(self._strategy, 0, self._optimizer, self._optimizer.apply, differences, last)
             return [tf.convert_to_tensor(each) for each in last]

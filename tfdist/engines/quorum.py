@@ -37,7 +37,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat.keras.calls import Call
-from tfdist.compat.keras.optimizers import SumGradients, optimizers_of, patched_attributes, without_all_reduce
+from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.tensorflow import replicas
 from tfdist.coordination import delay_hook, keepalive, stalls, worker_waits
 from tfdist.coordination.quorum_client import QuorumClient
@@ -455,8 +455,9 @@ class QuorumStep:
         before, new = total.counts[: len(counters)], total.counts[len(counters) :]
         new = self._step.counts(total._replace(counts=new))
         total = total._replace(counts=[old + tf.cast(add, old.dtype) for old, add in zip(before, new, strict=True)])
-        with self._as_replica(), patched_attributes(self._without_reduction()):
-            self._step.update(total, are_final=sum_gradients is not None)
+        with self._as_replica():
+            apply = one_replica.apply_to_copies(self._strategy)
+            self._step.update(total, are_final=sum_gradients is not None, apply=apply)
             for counter, count in zip(counters, self._step.counts(own._replace(weight=total.weight)), strict=True):
                 counter.assign_add(tf.cast(count, counter.dtype))
             return self._step.logs(total, total.counts)
@@ -510,11 +511,6 @@ class QuorumStep:
             own = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
             rows = tf.distribute.Strategy.reduce(self._strategy, "SUM", own, axis=None)
             return tf.IndexedSlices(rows.values, rows.indices, tf.constant(list(shape), rows.indices.dtype))
-
-    def _without_reduction(self) -> list[tuple[Any, str, Any]]:
-        """Returns patches by which the optimizers don't reduce gradients, which are summed already."""
-        optimizers = optimizers_of(self._step.model)
-        return [change for each in optimizers for change in without_all_reduce(each)]
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         (batch, total), input_secs = step_times.timed_read(iterator.get_next)

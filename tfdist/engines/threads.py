@@ -20,19 +20,18 @@ engine or the strategy, so that both can be garbage-collected: then the threads 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.keras import placement
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.coordination import delay_hook, stalls
@@ -345,41 +344,18 @@ class ThreadedStep:
             flat = tuple(replicas.to_device(*each) for each in zip(flat, homes, strict=False))
         parts = [flat[start : start + size] for start in range(0, len(flat), size)]
         contributions = [tf.nest.pack_sequence_as(self._template, part, expand_composites=True) for part in parts]
-        with one_replica.replica_on(self._strategy, self._devices[0]), _updating_all(self._step.model):
+        with one_replica.replica_on(self._strategy, self._devices[0]):
             return placement.followed_by_strategy(self._strategy, self._apply)(contributions)
 
     def _apply(self, contributions: Sequence[ReplicaContribution]) -> list[tf.Tensor]:
         total = add_up(contributions)
-        self._step.update(total, num_contributions=len(contributions), assign=one_replica.assign_all)
+        self._step.update(
+            total,
+            num_contributions=len(contributions),
+            assign=one_replica.assign_all,
+            apply=one_replica.apply_to_copies(self._strategy),
+        )
         for variable, count in zip(self._step.counters, self._step.counts(total), strict=True):
             # A metric's value is the sum over its copies.
             one_replica.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
         return self._packing.pack(self._step.logs(total))
-
-
-@contextlib.contextmanager
-def _updating_all(model: Any) -> Iterator[None]:
-    """Context in which `optimizer.apply`, called on one replica with the sum over all, updates every copy."""
-    changes: list[tuple[Any, str, Any]] = []
-    for optimizer in optimizers.optimizers_of(model):
-        changes += optimizers.without_merge_call(optimizer)
-    with optimizers.patched_attributes(changes), _written_everywhere(_variables_of(model)):
-        yield
-
-
-@contextlib.contextmanager
-def _written_everywhere(variables: Iterable[Any]) -> Iterator[None]:
-    """Context in which an assignment on one replica writes all copies, also of variables without aggregation."""
-    changed = [variable for variable in variables if variable.aggregation == tf.VariableAggregation.NONE]
-    with replicas.aggregated_writes(changed, tf.VariableAggregation.ONLY_FIRST_REPLICA):
-        yield
-
-
-def _variables_of(model: Any) -> list[Any]:
-    """Returns the mirrored variables that optimizers may write."""
-    variables = list(model.trainable_variables)
-    for optimizer in optimizers.optimizers_of(model):
-        for part in optimizers.parts_of(optimizer):
-            variables += [*part.variables, *(optimizers.trained_by(part) if part.built else [])]
-    mirrored = [getattr(variable, "value", variable) for variable in variables]
-    return list({id(variable): variable for variable in mirrored if hasattr(variable, "values")}.values())

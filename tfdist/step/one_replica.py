@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces a distributed model's step as on one device, on the first of this process' copies.
+"""Traces a distributed model's step, or an update, as on one device, on one replica's copies.
 
 A Keras variable holds a `tf.Variable`, or one that TensorFlow distributes: a copy for each device. While a step is
-traced here, each Keras variable of the model holds its first copy instead, and TensorFlow's default strategy is
-current. So the step is that of one device: no loss is divided, no gradient is reduced, and it writes to that copy
-alone. The engine that trains this way decides afterwards about the other copies.
+traced here, each Keras variable of the model holds the copy of one replica instead, and TensorFlow's default strategy
+is current. So the step is that of one device: no loss is divided, no gradient is reduced, and it writes to that copy
+alone. The engine that trains this way decides about the other copies.
+
+All engines of replicas with copies update so, from the sum of gradients or from a replica's own: `apply_alone`. Clipping,
+accumulation, loss scaling and moving averages are Keras' own, in a conditional too, since no replicas meet in it.
 """
 
 from __future__ import annotations
@@ -32,16 +35,17 @@ from tfdist.transport import buckets
 
 
 @contextlib.contextmanager
-def alone(model: keras.Model, strategy: Any, index: int = 0, context: Any = None) -> Iterator[None]:
+def alone(model: keras.Model, strategy: Any, index: int = 0, is_of_all: bool = False) -> Iterator[None]:
     """Within this block the model is one of a single device: what is traced reads and writes one replica's copies.
 
     Args:
       model: a built model, whose optimizers are built, of a strategy with copies on devices.
       strategy: the strategy.
       index: the replica, among those of this process.
-      context: the replica context; by default that of the only replica.
+      is_of_all: True if each replica makes this step, so that seeds of random numbers are moved into the scope.
     """
-    with _on_copies(strategy, index, variables_of(model), optimizers_of(model), context):
+    trained = [variable for each in _optimizers(model) if each.built for variable in trained_by(each)]
+    with _on_copies(strategy, index, [*variables_of(model), *trained], optimizers_of(model), is_of_all):
         yield
 
 
@@ -69,7 +73,7 @@ def apply_alone(
 
 @contextlib.contextmanager
 def _on_copies(
-    strategy: Any, index: int, keras_variables: Sequence[Any], optimizers: Sequence[Any], context: Any = None
+    strategy: Any, index: int, keras_variables: Sequence[Any], optimizers: Sequence[Any], is_of_all: bool = False
 ) -> Iterator[None]:
     default = replicas.default_strategy()
     unique = {id(variable): variable for variable in keras_variables}.values()
@@ -82,14 +86,38 @@ def _on_copies(
     with (
         patched_attributes(changes),
         tf.device(strategy.extended.worker_devices[index]),
-        context or tf.distribute.ReplicaContext(default, 0),
+        Alone(strategy, index, is_of_all),
     ):
         yield
+
+
+def apply_to_copies(strategy: Any) -> Callable[[Any, Sequence[Any], Sequence[Any]], None]:
+    """Returns what updates all copies in this process alike, from an optimizer, gradients and their variables."""
+
+    def apply(optimizer: Any, gradients: Sequence[Any], given: Sequence[Any]) -> None:
+        for index in range(len(strategy.extended.worker_devices)):
+            apply_alone(strategy, index, optimizer, optimizer.apply, gradients, given)
+
+    return apply
 
 
 def _copy(copies: Sequence[Any], index: int) -> Any:
     """Returns a replica's copy; a variable that was made outside of the scope has one."""
     return copies[index if len(copies) > 1 else 0]
+
+
+class Alone(tf.distribute.ReplicaContext):
+    """The replica context of a replica that is a single device: TensorFlow's default strategy is current.
+
+    Args:
+      strategy: the strategy of the replica.
+      index: the replica, among those of this process.
+      is_of_all: see `alone`.
+    """
+
+    def __init__(self, strategy: Any, index: int, is_of_all: bool) -> None:
+        super().__init__(replicas.default_strategy(), replicas.in_sync_group(strategy, index))
+        self.replica_of, self.index, self.is_of_all = strategy, index, is_of_all
 
 
 def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
@@ -119,27 +147,12 @@ class OneReplica(tf.distribute.ReplicaContext):
     """The replica context of a step that one replica makes, in which nothing is reduced over replicas.
 
     The stock one would leave a few operations for it, and a line in the log.
-
-    Args:
-      strategy: the strategy.
-      replica: the replica's number among all.
-      stands_for: how many replicas a reduction is over; it gives what it would if all had this one's value.
-      is_alone: whether `merge_call`, in which replicas meet, calls its function for this replica alone.
     """
-
-    def __init__(self, strategy: Any, replica: Any, stands_for: int = 1, is_alone: bool = False) -> None:
-        super().__init__(strategy, replica)
-        self._stands_for = stands_for
-        self._is_alone = is_alone
-
-    def _merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return merge_fn(_Nobody(), *args, **kwargs) if self._is_alone else super()._merge_call(merge_fn, args, kwargs)
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Returns the reduction of `value`, as tensors."""
-        del options
-        is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
-        return _of_equal_values(value, self._stands_for if is_sum else 1)
+        del reduce_op, options
+        return _of_equal_values(value, 1)
 
 
 def _of_equal_values(value: Any, count: int) -> Any:
@@ -152,8 +165,10 @@ def _of_equal_values(value: Any, count: int) -> Any:
     )
 
 
-def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]) -> list[tuple[Any, str, Any]]:
-    """Returns patches of the current replica context for a step that computes a contribution alone.
+def without_others(
+    step_name: str, num_replicas: int, say: Callable[[str], None] | None = None
+) -> list[tuple[Any, str, Any]]:
+    """Returns patches of the current replica context for a step that a replica makes alone.
 
     Its `all_gather` is refused, since it would silently give the replica's own part, and so is `merge_call` of a
     function of the user's. `all_reduce`, with which a synchronized BatchNormalization works, logs that it is over this
@@ -163,15 +178,15 @@ def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]
     Args:
       step_name: the step, for the messages.
       num_replicas: replicas that contribute to an update.
-      say: writes a line for the user.
+      say: writes a line for the user. Without it `all_reduce` gives what it would if all had this replica's value.
     """
     context: Any = tf.distribute.get_replica_context()
     received = f"Received: {step_name}, {num_replicas} replicas"
 
     def refuse(call: str) -> ValueError:
         return ValueError(
-            "policies: under this policy each replica computes its gradient alone, so a train_step can't gather the "
-            f"other replicas' parts with {call}(...); train without the policy, or let each worker have whole "
+            "policies: under this policy each replica computes alone, so a train_step can't gather the other replicas' "
+            f"parts with {call}(...); train without the policy, or let each worker have whole "
             f"batches under ParameterServerStrategy without a policy. {received}"
         )
 
@@ -179,7 +194,10 @@ def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]
         raise refuse("all_gather")
 
     def all_reduce(reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del reduce_op, options
+        del options
+        if say is None:
+            is_sum = str(getattr(reduce_op, "value", reduce_op)).upper() == "SUM"
+            return _of_equal_values(value, num_replicas if is_sum else 1)
         say(
             "policies: all_reduce in a train_step, as of BatchNormalization(synchronized=True), is over each "
             f"replica's own part of the batch, because replicas compute alone under this policy. {received}"
@@ -200,26 +218,6 @@ def without_others(step_name: str, num_replicas: int, say: Callable[[str], None]
         (context, "all_reduce", all_reduce),
         (context, "merge_call", merge_call),
     ]
-
-
-class _Nobody:
-    """Stands for the strategy where all replicas would meet: there is only one."""
-
-    @property
-    def extended(self) -> _Nobody:
-        return self
-
-    def update(
-        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
-    ) -> Any:
-        del group
-        return fn(var, *args, **(kwargs or {}))
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(
-            "ParameterAveraging: each replica makes its train_step alone, so the step can't ask for the others with "
-            f"merge_call(...). Received: a function that uses strategy.{name}"
-        )
 
 
 def variables_of(model: keras.Model) -> list[Any]:

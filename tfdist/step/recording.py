@@ -275,14 +275,14 @@ def _keep(applied: Applied, gradients: Sequence[tuple[Any, Any]], scope: Recordi
         kept.assign(tf.convert_to_tensor(gradient), read_value=False)
 
 
-def apply_if(condition: tf.Tensor, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Applies the gradients if the condition holds."""
+def apply_if(condition: tf.Tensor, apply: Callable[[], object]) -> None:
+    """Makes an update if the condition holds."""
 
-    def apply() -> tf.Tensor:
-        optimizer.apply(gradients, variables)
+    def applied() -> tf.Tensor:
+        apply()
         return tf.constant(True)
 
-    tf.cond(condition, apply, lambda: tf.constant(False))
+    tf.cond(condition, applied, lambda: tf.constant(False))
 
 
 # Weights that a train step reads after it has called `optimizer.apply`, found in the graph of the step.

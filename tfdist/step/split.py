@@ -48,6 +48,7 @@ _SUMMARY = re.compile(r"^Write\w*Summary |summary_cond")
 
 Place = Callable[[Any], contextlib.AbstractContextManager]
 Assign = Callable[[Any, tf.Tensor], Any]
+Apply = Callable[[Any, Sequence[Any], Sequence[Any]], Any]
 
 
 @dataclasses.dataclass
@@ -413,6 +414,7 @@ class SplitTrainStep:
         num_contributions: int | None = None,
         assign: Assign = lambda variable, value: variable.assign(value),
         are_final: bool = False,
+        apply: Apply = lambda optimizer, gradients, variables: optimizer.apply(gradients, variables),
     ) -> None:
         """Updates the model from the sum of contributions; `counts` are left to the engine.
 
@@ -422,6 +424,7 @@ class SplitTrainStep:
           num_contributions: number of contributions, if it is constant; it may save a pass over the gradients.
           assign: assigns the new value of a variable of `states`.
           are_final: whether gradients were multiplied by `factors` before they were summed.
+          apply: updates from an optimizer, gradients and their variables.
         """
         gradients, applies = iter(self._with_rows_added_up(total)), iter(total.applies)
         assign_states = self._assigner(total, assign)
@@ -442,9 +445,9 @@ class SplitTrainStep:
                 examples=functools.partial(self._examples, total),
             )
             if applied is None:
-                each.optimizer.apply(scaled, each.variables)
+                apply(each.optimizer, scaled, each.variables)
             else:
-                apply_if(applied > 0, each.optimizer, scaled, each.variables)
+                apply_if(applied > 0, functools.partial(apply, each.optimizer, scaled, each.variables))
         assign_states(len(self._layout.applied))
 
     def _examples(self, total: ReplicaContribution) -> Any:

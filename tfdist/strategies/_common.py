@@ -124,11 +124,11 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     @property
     def num_replicas_in_sync(self) -> int:
         """See the stock property. On a replica, in a Keras step: 1."""
-        if replicas.facts_of(self).counts_as_one_replica:
-            context = tf.distribute.get_replica_context()
-            # Outside of any scope there is a context too, of another strategy.
-            if context is not None and context.strategy is self:
-                return 1
+        context: Any = tf.distribute.get_replica_context()
+        # Outside of any scope there is a context too, of another strategy.
+        is_counted = context is not None and context.strategy is self and replicas.facts_of(self).counts_as_one_replica
+        if is_counted or getattr(context, "replica_of", None) is self:
+            return 1
         return super().num_replicas_in_sync
 
     @property

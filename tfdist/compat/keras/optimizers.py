@@ -28,7 +28,6 @@ NEEDS = (
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients",
     "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_update_step",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._overwrite_model_variables_with_average_value",
     "keras:optimizers.LossScaleOptimizer._common_apply",
     "keras:optimizers.LossScaleOptimizer._tf_apply",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._use_merge_call",
@@ -199,19 +198,6 @@ def without_all_reduce(optimizer: Any) -> list[tuple[Any, str, Any]]:
 def patches_of_strategy(optimizer: Any, strategy: tf.distribute.Strategy) -> tuple[Any, str, Any]:
     """A change, for `patched_attributes`, by which an optimizer is one of this strategy."""
     return optimizer, "_distribution_strategy", strategy
-
-
-def ema_overwrite(optimizer: Any, overwrite: Callable[[Sequence[Any]], None]) -> tuple[Any, str, Any]:
-    """A change, for `patched_attributes`, by which averages of `use_ema` overwrite variables by
-    `overwrite(variables)`.
-    """
-    return optimizer, "_overwrite_model_variables_with_average_value", overwrite
-
-
-def without_merge_call(optimizer: Any) -> list[tuple[Any, str, Any]]:
-    """Changes, for `patched_attributes`, by which `apply` of one replica does without the others: nothing is summed."""
-    # The other way of loss scaling has all replicas apply together, in threads that can't meet in a conditional.
-    return [*without_all_reduce(optimizer), *scaling_alone(optimizer)]
 
 
 def scaling_alone(optimizer: Any) -> list[tuple[Any, str, Any]]:

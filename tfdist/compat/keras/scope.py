@@ -259,10 +259,17 @@ def adopt_seed_generators(strategy: tf.distribute.Strategy) -> None:
 
 def _drawing(original: Any) -> Any:
     def next(self: Any, ordered: bool = True) -> Any:  # noqa: A001, as Keras calls it
-        context = tf.distribute.get_replica_context()
-        if context is not None and replicas.facts_of(context.strategy).adopts_seed_generators:
-            move_variable(context.strategy, self.state)
-        return original(self, ordered)
+        context: Any = tf.distribute.get_replica_context()
+        # Of a step that each replica makes as a single device.
+        is_alone = getattr(context, "is_of_all", False)
+        strategy = context.replica_of if is_alone else context and context.strategy
+        if strategy is None or not replicas.facts_of(strategy).adopts_seed_generators:
+            return original(self, ordered)
+        move_variable(strategy, self.state)
+        copies = getattr(self.state.value, "values", None) if is_alone else None
+        own = [variables.with_tf_variable(self.state, copies[context.index])] if copies else []
+        with optimizers.patched_attributes(own):
+            return original(self, ordered)
 
     return next
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -226,19 +226,6 @@ def to_device(value: Any, device: str) -> Any:
 #
 # There is no public way to change a variable's aggregation once it is made. Without aggregation a replica writes to its
 # own copy; with that of the first replica it writes to all copies. The aggregation is restored.
-
-
-@contextlib.contextmanager
-def aggregated_writes(variables: Iterable[Any], aggregation: tf.VariableAggregation) -> Iterator[None]:
-    """Within this block, these mirrored variables are aggregated so when a replica assigns to them."""
-    before = {id(variable): (variable, variable.aggregation) for variable in variables}
-    try:
-        for variable, _ in before.values():
-            variable._aggregation = aggregation
-        yield
-    finally:
-        for variable, own in before.values():
-            variable._aggregation = own
 
 
 # Values of several replicas as one.
