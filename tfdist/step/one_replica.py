@@ -6,8 +6,8 @@ traced here, each Keras variable of the model holds the copy of one replica inst
 is current. So the step is that of one device: no loss is divided, no gradient is reduced, and it writes to that copy
 alone. The engine that trains this way decides about the other copies.
 
-All engines of replicas with copies update so, from the sum of gradients or from a replica's own: `apply_alone`. Clipping,
-accumulation, loss scaling and moving averages are Keras' own, in a conditional too, since no replicas meet in it.
+All engines of replicas with copies update so, from the sum of gradients or from a replica's own: `apply_alone`. So
+clipping, accumulation, loss scaling and moving averages are Keras' own, which need no meeting of replicas.
 """
 
 from __future__ import annotations

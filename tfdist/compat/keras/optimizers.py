@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer patches: changes of Keras' path from a replica's gradients to the update, while the step is traced.
+"""Keras' optimizers: sums of the gradients that they are given, their variables, and rows that replicas look up alike.
 
 Keras 3 reduces gradients inside `optimizer.apply`, after clipping, inside the conditional of gradient accumulation and
-after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. The patches
-move the reduction in front of these, so that the update is the one of a single device. They are attributes of optimizer
-*instances*, and only while the step is traced: no Keras class is changed here. (`scope` changes the classes, for
-loops without `strategy.run`.)
+after the finiteness check of loss scaling. On several replicas each of these is wrong or impossible. So gradients are
+summed before, and `step/one_replica` has each replica apply the sum as a single device, without a reduction. Changes
+are attributes of optimizer *instances*, and only while a step is traced: no Keras class is changed here. (`scope`
+changes the classes, for loops without `strategy.run`.)
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ Transform = Callable[[Gradients, Any, Sequence[Any]], Gradients]
 # Sums, in replica context, the gradients that an optimizer is to apply: (optimizer, gradients, variables). None stays
 # None.
 SumGradients = Callable[[Any, Gradients, Sequence[Any]], list[Any]]
-_SumUp = Callable[[Gradients, Sequence[Any]], list[Any]]
 
 # Method that Keras calls with the clipped and summed gradients:
 # update(distribution, [(gradient, variable)], learning rate).

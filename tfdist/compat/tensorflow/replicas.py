@@ -25,7 +25,6 @@ NEEDS = (
     "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._get_replica_id_in_sync_group",
     "tensorflow.python.distribute.values:DistributedValues._devices",
-    "tensorflow.python.distribute.values:DistributedVariable._aggregation",
     "tensorflow.python.distribute.distribute_utils:regroup",
     "tensorflow.python.distribute.values:PerReplicaSpec._value_specs",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
