@@ -181,6 +181,31 @@ def test_mean_of_a_loss_without_reduction_is_one(strategy):
     assert_close(one, many)
 
 
+class Alternating(own_models.Own):
+    """Updates the second layer, and then the first one, by a loss with what the first update has written."""
+
+    def train_step(self, data):
+        x, y = data
+        for layer in (self.second, self.first):
+            weights = layer.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_second_update_of_a_step_reads_what_the_first_wrote(strategy):
+    def trained(strategy: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = Alternating()
+            model.build()
+            model.compile(OPTIMIZERS.Adam(0.1, clipnorm=0.1))
+        return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
+
+    assert_close(trained(tf.distribute.get_strategy()), trained(strategy))
+
+
 @pytest.mark.slow
 def test_sum_given_to_compile_is_summed_in_own_steps(strategy):
     one, many = (trained_by_own_step(s, tf.identity, "sum") for s in (tf.distribute.get_strategy(), strategy))

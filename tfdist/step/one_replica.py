@@ -50,7 +50,7 @@ def alone(model: keras.Model, strategy: Any, index: int = 0, is_of_all: bool = F
 
 
 def apply_alone(
-    strategy: Any, index: int, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Any], given: Any = None
+    strategy: Any, index: int, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Any], given: Sequence[Any]
 ) -> Any:
     """Updates one replica's copies as a single device does; in any context, in a graph or eagerly.
 
@@ -60,13 +60,12 @@ def apply_alone(
       optimizer: a Keras optimizer, which is built.
       apply: its `apply`.
       gradients: what it is given, on the device of the replica.
-      given: the variables that it is given, of Keras or TensorFlow; None for all.
+      given: the variable of each, of Keras or TensorFlow.
     """
     of_optimizer = [variable for part in parts_of(optimizer) for variable in part.variables]
-    updated = [*of_optimizer, *trained_by(optimizer), *(given or ())]
+    updated = [*of_optimizer, *trained_by(optimizer), *given]
     of_keras = [variable for variable in updated if isinstance(variable, keras.Variable)]
-    if given is not None:
-        given = [v if isinstance(v, keras.Variable) else _copy(getattr(v, "values", [v]), index) for v in given]
+    given = [v if isinstance(v, keras.Variable) else _copy(getattr(v, "values", [v]), index) for v in given]
     with _on_copies(strategy, index, of_keras, [optimizer]):
         return placement.followed_by_strategy(strategy, apply)(gradients, given)
 

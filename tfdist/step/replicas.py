@@ -115,6 +115,7 @@ class _Update:
       optimizer: the same.
       gradients: where `sum_up` is None, the gradients, weighed; a sparse one is summed over the replicas already. None
         where there is no gradient.
+      variables: likewise, the variable of each.
     """
 
     def __init__(
@@ -127,30 +128,30 @@ class _Update:
     ) -> None:
         self._strategy, self.optimizer = strategy, optimizer
         self._weigh, self._sum_up, self._finish = weigh, sum_up, finish
-        self._stock, self._given = optimizer.apply, None
+        self._stock = optimizer.apply
         self.gradients: list[Any] = []
-
-    @property
-    def variables(self) -> Sequence[Any]:
-        """The variable of each gradient."""
-        return self._given or optimizers.trained_by(self.optimizer)
+        self.variables: list[Any] = []
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """See `keras.optimizers.Optimizer.apply`."""
         if tf.distribute.in_cross_replica_context():
             return self._stock(grads, trainable_variables)
-        grads, self._given = list(grads), None if trainable_variables is None else list(trainable_variables)
         if not self.optimizer.built:
-            self.optimizer.build(self._given)
-        check_made_in_scope(self._strategy, self.variables)
-        for gradient, variable in zip(grads, self.variables, strict=False):
+            self.optimizer.build(trainable_variables)
+        grads = list(grads)
+        variables = list(optimizers.trained_by(self.optimizer) if trainable_variables is None else trainable_variables)
+        if len(grads) != len(variables) and (trainable_variables is None or not grads):
+            return self._stock(grads)  # An error, or nothing.
+        check_made_in_scope(self._strategy, variables)
+        for gradient, variable in zip(grads, variables, strict=False):
             if isinstance(gradient, tf.Tensor):
                 gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
-        weighed = list(self._weigh(grads, self.optimizer, self.variables)) if self._weigh else grads
+        weighed = list(self._weigh(grads, self.optimizer, variables)) if self._weigh else grads
         if self._sum_up is not None:
-            sums = self._sum_up(self.optimizer, weighed, self.variables)
-            self._update(replicas.current(), self._finished(sums))
+            # The other replicas may come to their next call of `apply` meanwhile.
+            self._update(replicas.current(), self._sum_up(self.optimizer, weighed, variables), variables)
             return None
+        self.variables = variables
         is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in weighed]
         rows = [gradient if sparse else None for gradient, sparse in zip(weighed, is_sparse, strict=True)]
         sums = optimizers.sum_over_replicas(rows)
@@ -159,13 +160,11 @@ class _Update:
 
     def update(self, sums: Sequence[Any]) -> None:
         """Makes the update of this process' only replica, in cross-replica context, from the sums of `gradients`."""
-        self._update(0, self._finished(sums))
+        self._update(0, sums, self.variables)
 
-    def _finished(self, sums: Sequence[Any]) -> Sequence[Any]:
-        return self._finish(sums, self.optimizer, self.variables) if self._finish else sums
-
-    def _update(self, index: int, sums: Sequence[Any]) -> None:
-        one_replica.apply_alone(self._strategy, index, self.optimizer, self._stock, list(sums), self._given)
+    def _update(self, index: int, sums: Sequence[Any], variables: Sequence[Any]) -> None:
+        sums = self._finish(sums, self.optimizer, variables) if self._finish else sums
+        one_replica.apply_alone(self._strategy, index, self.optimizer, self._stock, list(sums), variables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,7 +369,9 @@ class _WrittenWeights:
         assign_to = weight.assign
 
         def assign(value: Any) -> Any:
-            self._found[id(weight)] = weight
+            # A constraint is part of the update, which all replicas make alike.
+            if not isinstance(tf.distribute.get_replica_context(), one_replica.Alone):
+                self._found[id(weight)] = weight
             return assign_to(value)
 
         return assign
