@@ -201,6 +201,7 @@ def test_second_update_of_a_step_reads_what_the_first_wrote(strategy):
             model = Alternating()
             model.build()
             model.compile(OPTIMIZERS.Adam(0.1, clipnorm=0.1))
+            model.optimizer.build(model.trainable_variables)
         return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
 
     assert_close(trained(tf.distribute.get_strategy()), trained(strategy))
