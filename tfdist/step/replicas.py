@@ -388,7 +388,7 @@ class _Results:
     sum_gradients: optimizers.SumGradients | None
     times: step_times.TimedStep | None = None
 
-    def merge(self, logs: Any, statistics: Sequence[Any], last: Any = None) -> Any:
+    def merge(self, logs: Any, statistics: Sequence[Any], last: _Update | None = None) -> Any:
         """Averages variables, makes a last update and finds the logs, with one reduction for all of them.
 
         Args:
@@ -423,7 +423,7 @@ class _Results:
             one_replica.assign_all(variable, mean)
         if last:
             by_index = dict(zip(dense, sums_of_gradients, strict=True))
-            last.update(self.strategy, [by_index.get(index, each) for index, each in enumerate(gradients)])
+            last.update([by_index.get(index, each) for index, each in enumerate(gradients)])
         means = iter(rest)
         with keras.StatelessScope(state_mapping=list(zip(counters, counts, strict=True))):
             merged = [self._merged(*each, means) for each in zip(first, formulas, strict=True)]
@@ -443,7 +443,7 @@ class _Results:
             return formulas[0].value(results, [next(means) for _ in formulas[0].others])
         return self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf)
 
-    def _sum_up(self, last: Any, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _sum_up(self, last: _Update | None, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
         """Sums the gradients of these indices, and other tensors; takes the times before and after."""
         gradients = [last.gradients[index] for index in dense]
         given = [*parts, *(self.times.vector([*gradients, *parts]) if self.times else [])]
