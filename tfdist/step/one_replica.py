@@ -85,7 +85,7 @@ def _on_copies(
     with (
         patched_attributes(changes),
         tf.device(strategy.extended.worker_devices[index]),
-        Alone(strategy, index, is_of_all),
+        LoneReplica(strategy, index, is_of_all),
     ):
         yield
 
@@ -105,7 +105,7 @@ def _copy(copies: Sequence[Any], index: int) -> Any:
     return copies[index if len(copies) > 1 else 0]
 
 
-class Alone(tf.distribute.ReplicaContext):
+class LoneReplica(tf.distribute.ReplicaContext):
     """The replica context of a replica that is a single device: TensorFlow's default strategy is current.
 
     Args:

@@ -370,7 +370,7 @@ class _WrittenWeights:
 
         def assign(value: Any) -> Any:
             # A constraint is part of the update, which all replicas make alike.
-            if not isinstance(tf.distribute.get_replica_context(), one_replica.Alone):
+            if not isinstance(tf.distribute.get_replica_context(), one_replica.LoneReplica):
                 self._found[id(weight)] = weight
             return assign_to(value)
 
