@@ -500,7 +500,7 @@ MOST_IN_COMPAT = 23
 MOST_LINES = 864
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 54_199, ("tfdist", "js"): 1_435, ("tests", "py"): 44_464}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 53_958, ("tfdist", "js"): 1_435, ("tests", "py"): 43_992}
 
 
 @functools.cache

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import tfdist.callbacks as callbacks  # noqa: F401
     import tfdist.compression as compression  # noqa: F401
     import tfdist.flags as flags  # noqa: F401
+    import tfdist.policies as policies  # noqa: F401
     import tfdist.schedules as schedules  # noqa: F401
     import tfdist.simulation as simulation  # noqa: F401
     import tfdist.testing as testing  # noqa: F401
@@ -94,7 +95,10 @@ MODULE_OF = {
 }
 
 # Modules that users reach by `import tfdist` alone.
-_MODULES = ("callbacks", "compression", "flags", "schedules", "simulation", "testing", "transforms", "update_log")
+_MODULES = (
+    *("callbacks", "compression", "flags", "policies", "schedules"),
+    *("simulation", "testing", "transforms", "update_log"),
+)
 
 # Names that are looked for here: those of public modules, and those of Horovod, PyTorch and accelerate.
 _COUNTERPARTS = {

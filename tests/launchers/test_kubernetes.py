@@ -238,7 +238,7 @@ spec: {ttlSecondsAfterFinished: null, template: {spec: {tolerations: [{key: gpu}
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("kind: Pod", "--patch is for none of the objects; give `kind` one of Secret run1, Service run1, "),
+        ("kind: Pod", "--patch is for none of the objects; give kind, and name in metadata, of one of Secret run1, "),
         ("kind: Job\nmetadata: {name: other}", "--patch is for none of the objects"),
         ("- a list", "--patch is for none of the objects"),
         ("{", "--patch can't be read: "),

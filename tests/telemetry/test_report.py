@@ -165,9 +165,7 @@ def test_a_report_stays_on_one_screen(workers: int) -> None:
     recorder = Recorder(names)
     gradients = [Contribution(r, 0.0, 0.1 + r / 10, Outcome.ACCEPTED, r % 30, 1.0, 0.01) for r in range(workers)]
     staleness = tuple(each.staleness for each in gradients)
-    made = Update(
-        1, tuple(range(workers)), (3,), staleness, 1.0, 1.0, (), (), (), (0.1,) * workers, tuple(gradients), 200.0
-    )
+    made = Update(1, tuple(range(workers)), (3,), staleness, 1.0, 1.0, (), (), (), tuple(gradients), 200.0)
     recorder.record(made)
     for replica in range(workers):
         recorder.changed(replica, True)

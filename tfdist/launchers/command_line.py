@@ -24,6 +24,7 @@ _SYNONYMS = (
     ("gpus_per_worker", "gpus_per_task", "gpus", "num_gpus", "gpus_per_node"),
     ("gpus_per_node", "gpus_per_worker"),
     ("env", "x", "genv"),
+    ("min_workers", "min_np"),
     ("task_logs", "log_dir", "logdir", "redirects"),
     # Short options of sbatch.
     ("partition", "p"),
@@ -206,8 +207,12 @@ def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> s
         if is_other or (values[meant].flag_type() == "int" and not value.isdecimal()):
             value = ""
         return f"unknown flag {written}; did you mean --{meant}{value and f'={value}'}?"
-    if name in _SUPERVISING:
+    if name in ("env", "x", "genv") and "tee" in values:
+        return f"unknown flag {written}; tasks on this machine inherit the environment: set it before the command"
+    if name.removeprefix("no") in _SUPERVISING:
         return f"unknown flag {written}; tfdist launch local and ssh alone have it"
+    if "patch" in values:
+        return f"unknown flag {written}; for a field of the objects, write --patch=FILE"
     option = f"--{name.replace('_', '-')}{value and '='}" if len(name) > 1 else f"-{name}"
     if "srun" in values:
         if name.startswith(_OF_SRUN):

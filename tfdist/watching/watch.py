@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pathlib
 import signal
 import sys
@@ -39,6 +40,8 @@ _LATE_FACTOR, _LATE_SECS = 3.0, 1.0
 # A refresh of more gradients would take longer than a second or two.
 _MOST_GRADIENTS = 500_000
 _MOST_EVENTS = 6
+# Columns of what is written into a file or a pipe.
+_FILE_WIDTH = 200
 # Not listed: they are as many as epochs.
 _UNLISTED = (EventKind.VALIDATION, EventKind.CHECKPOINT, EventKind.FINISHED)
 # Lines of the screen around the rows of the workers: heads, at most three lines of the table's header, the last line.
@@ -98,7 +101,9 @@ def _console() -> Console:
         ) from None
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # For terminals without Unicode.
-    return Console(highlight=False, emoji=False, markup=False)
+    # Into a file nothing is cut.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _FILE_WIDTH
+    return Console(highlight=False, emoji=False, markup=False, width=width)
 
 
 def _follow(watched: Watched, console: Console, refresh_secs: float) -> None:

@@ -94,9 +94,13 @@ def _patched(objects: Sequence[dict[str, Any]], patch: Any) -> list[dict[str, An
     known = ", ".join(f"{each['kind']} {each['metadata']['name']}" for each in objects)
     kind = patch.get("kind") if isinstance(patch, dict) else None
     name = (patch.get("metadata") or {}).get("name") if kind else None
+    received = " ".join(map(str, filter(None, (kind, name)))) or "no kind"
     is_meant = [each["kind"] == kind and name in (None, each["metadata"]["name"]) for each in objects]
     if not any(is_meant):
-        raise LaunchError(f"--patch is for none of the objects; give `kind` one of {known}. Received: kind: {kind}")
+        raise LaunchError(
+            f"--patch is for none of the objects; give kind, and name in metadata, of one of {known}. Received: "
+            f"{received}"
+        )
     return [_merged(each, patch) if meant else each for each, meant in zip(objects, is_meant, strict=True)]
 
 
@@ -217,8 +221,8 @@ def pods_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Pods:
         shape=Shape.from_flags(values),
         command=tuple(command),
         env=environment.from_flags(values),
-        node_selector=_pairs("node_selector", values.node_selector),
-        claims=_pairs("claim", values.claim),
+        node_selector=_pairs("node_selector", values.node_selector, "LABEL=VALUE"),
+        claims=_pairs("claim", values.claim, "NAME=DIRECTORY"),
         grace_secs=values.grace_period_secs,
         accelerators={values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {},
         max_preemptions=values.max_preemptions,
@@ -226,14 +230,13 @@ def pods_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Pods:
     )
 
 
-def _pairs(flag: str, settings: Sequence[str]) -> dict[str, str]:
+def _pairs(flag: str, settings: Sequence[str], form: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        pairs[key] = value
-    for key, value in pairs.items():
         if not key or not value:
-            raise LaunchError(f"--{flag} is no pair; write NAME=VALUE. Received: {key!r}={value!r}")
+            raise LaunchError(f"--{flag} is no pair; write {form}. Received: {setting!r}")
+        pairs[key] = value
     return pairs
 
 

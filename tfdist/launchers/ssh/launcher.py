@@ -90,8 +90,8 @@ class SshJob:
         needed = len(self.shape.tasks)
         if slots < needed:
             raise LaunchError(
-                f"the hosts have too few slots for {needed} tasks; add hosts, or write host slots=N. Received: {slots} "
-                f"slots on {len(self.hosts)} hosts"
+                f"the hosts have too few slots for {needed} tasks; add hosts, or write host:N in --hosts, host slots=N "
+                f"in --hostfile. Received: {slots} slots on {len(self.hosts)} hosts"
             )
         self.shape.check_restarts(self.restarts)
         shape.check_duration("grace_period_secs", self.grace_secs)

@@ -19,7 +19,7 @@ from tfdist.planning.simulation.delay_distributions import DelayDistribution
 # Bandwidths, sizes and times as people write them: "10Gbit", "100MB", "50us".
 
 
-_TEXT = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*")
+_TEXT = re.compile(r"\s*(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _PREFIXES = {**_DECIMAL, **_BINARY}
@@ -63,7 +63,9 @@ def _number(value: object, name: str, units: dict[str, float], example: str, lea
     number, unit = value, ""
     if isinstance(value, str):
         match = _TEXT.fullmatch(value)
-        if match is None or (match[2] and match[2] not in units):
+        # Bits or bytes, for one who writes a bandwidth as text?
+        is_known = match is not None and (match[2] in units if match[2] else units is not _RATES)
+        if match is None or not is_known:
             raise ValueError(f"{name} has no known unit; write it like {example}. Received: {value!r}")
         number, unit = float(match[1]), match[2]
     if not _checks.is_number(number, is_finite=False):

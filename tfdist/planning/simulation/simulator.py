@@ -152,7 +152,7 @@ class ComputingTimes:
         mean = model.mean_step_secs
         if mean is None and cluster.compute is None:
             raise ValueError(
-                "no step time is known; give ClusterModel(compute=...) a distribution, such as constant(0.1), or "
+                "no step time is known; give ClusterModel(compute=...) a distribution, such as constant(secs=0.1), or "
                 "ModelProfile(step_secs=...) a time"
             )
         if mean is not None and cluster.compute is not None and not cluster.compute.mean:
