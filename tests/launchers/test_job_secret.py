@@ -46,7 +46,6 @@ def test_the_secret_of_a_job_is_shown_nowhere(tmp_path: pathlib.Path):
         ("local",),
         ("ssh", "--hosts=a,b", "--preflight_secs=0"),
         ("slurm",),
-        ("kubernetes", "--image=image", "--name=job"),
     ],
     ids=lambda flags: flags[0],
 )

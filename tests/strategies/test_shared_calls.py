@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -244,6 +245,23 @@ def test_a_late_worker_of_a_quorum_is_compared_in_a_line(capfd: pytest.CaptureFi
         same = _shared_datasets.SameBatches(Worker(index, store))  # pyright: ignore[reportArgumentType]
         assert len(list(same.watched(dataset.batch(8), is_for_predict=False, has_quorum=True))) == 6
     assert capfd.readouterr().err.count("another batch 0 on worker:1 than on worker:0") == 1
+
+
+@pytest.mark.parametrize(
+    "policy", [tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.FILE]
+)
+def test_data_that_are_not_watched_are_compared_by_what_makes_them(policy: Any, capfd: pytest.CaptureFixture[str]):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    is_file = policy == tf.data.experimental.AutoShardPolicy.FILE
+    for other, count in ((NUMBERS, 0), (NUMBERS + 1, 1)):
+        store: dict[str, Any] = {}
+        for index, numbers in enumerate((NUMBERS, other)):
+            dataset = of_arrays(numbers).with_options(options)
+            agreement: Any = Worker(index, store)
+            with contextlib.suppress(ValueError):  # There are no files.
+                _shared_datasets.compare(dataset, agreement, False, is_apart=False, is_watched=is_file)
+        assert capfd.readouterr().err.count("Those of the workers differ") == count
 
 
 def test_watched_batches_keep_specs_and_length():

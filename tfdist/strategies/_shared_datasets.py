@@ -52,9 +52,9 @@ _MAY_DIFFER = (
     "has, some are never used: give all workers the same data set, or each its own with "
     "strategy.distribute_datasets_from_function. Examples that are drawn at random may differ"
 )
-_OTHER_FILES = (
-    "dataset: with AutoShardPolicy.{policy} every worker must be given the same data set, of which TensorFlow gives it "
-    "its share. Those of the workers differ, if only in paths of files: some examples may be used twice or never"
+_OTHER_DATA = (
+    "dataset: every worker must be given the same data set, of which it gets its share. Those of the workers differ, "
+    "if only in paths of files: some examples may be used twice or never"
 )
 
 
@@ -73,7 +73,9 @@ class Division(enum.Enum):
     TENSORFLOW = enum.auto()
 
 
-def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predict: bool, is_apart: bool) -> Division:
+def compare(
+    dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predict: bool, is_apart: bool, is_watched: bool = True
+) -> Division:
     """Compares the workers' data sets, and returns how the workers divide them; by the auto-shard policy.
 
     Args:
@@ -81,6 +83,7 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
       agreement: with the other workers; None for a worker alone, which reads everything.
       is_for_predict: predictions must be in the order of the input.
       is_apart: see `_shared_calls.gather_and_compare`.
+      is_watched: the batches are compared as they are read (`SameBatches`); else what the data set was made by is.
 
     Raises:
       ValueError: the workers' data sets don't go together, it can't be known which examples each worker has, or
@@ -97,7 +100,7 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
     kind = f"AutoShardPolicy.{policy.name}"
     if is_handed_out:
         kind = f"job_name={', '.join(map(repr, inputs.service_jobs(dataset)))} of the tf.data service"
-    is_compared = policy in (_POLICY.OFF, _POLICY.FILE, _POLICY.HINT)
+    is_compared = policy in (_POLICY.OFF, _POLICY.FILE, _POLICY.HINT) or not is_watched
     own = {
         "kind": kind,
         "files written": inputs.files_written(dataset),
@@ -129,11 +132,10 @@ def compare(dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predic
         return division
     _check_specs(of_all("spec"))
     _check_lengths(of_all("batches"))
-    if division is Division.TENSORFLOW:
-        if len({first for first, _ in of_all("fingerprint").values()}) > 1:
-            _log.say(_OTHER_FILES.format(policy=policy.name))
-        if policy == _POLICY.FILE:
-            _check_files(dataset, len(found))
+    if len({first for first, _ in of_all("fingerprint").values()}) > 1:
+        _log.say(_OTHER_DATA)
+    if division is Division.TENSORFLOW and policy == _POLICY.FILE:
+        _check_files(dataset, len(found))
     return division
 
 

@@ -365,7 +365,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if count == 1 or not is_dataset:
             return self._left_to_tensorflow(dataset, options)
         splitting.check_batched(dataset.element_spec, count)
-        division = _shared_datasets.compare(dataset, self.distribution.agreement, _is_for_predict(), self._is_apart)
+        agreement, is_watched = self.distribution.agreement, not self._warming
+        division = _shared_datasets.compare(dataset, agreement, _is_for_predict(), self._is_apart, is_watched)
         if has_policy and division is _shared_datasets.Division.HANDED_OUT:
             _shared_datasets.check_shared(dataset, None, "a job of the tf.data service, which hands out whole batches")
         if division in (_shared_datasets.Division.OWN, _shared_datasets.Division.HANDED_OUT):
