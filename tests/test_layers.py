@@ -497,10 +497,10 @@ def test_lines_to_the_user_are_logged_behind_one_prefix():
 MOST_FILES = 223
 MOST_WITH_ONE_IMPORTER = 42
 MOST_IN_COMPAT = 23
-MOST_LINES = 864
+MOST_LINES = 838
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 53_958, ("tfdist", "js"): 1_435, ("tests", "py"): 43_992}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 53_961, ("tfdist", "js"): 1_435, ("tests", "py"): 44_006}
 
 
 @functools.cache
