@@ -155,7 +155,12 @@ def scancel(state: pathlib.Path, arguments: list[str]) -> int:
     options, (step,) = parse(arguments, {"signal"}, set())
     if step != "4711.0":
         sys.exit(f"scancel: error: Invalid job id {step}")
-    for pid in (state / "pids").read_text().split():
+    # A wrapper ends all that its task has started, so that of a caller in a task is the last one.
+    own, ancestors = os.getpid(), set()
+    while own > 1:
+        own = int(pathlib.Path(f"/proc/{own}/stat").read_text().rpartition(")")[2].split()[1])
+        ancestors.add(own)
+    for pid in sorted((state / "pids").read_text().split(), key=lambda pid: int(pid) in ancestors):
         try:
             os.kill(int(pid), signal.Signals[f"SIG{options['signal']}"])
         except ProcessLookupError:
