@@ -18,6 +18,8 @@ import sys
 import threading
 from collections.abc import Iterable
 
+import psutil
+
 # Options with a value that sbatch and srun of Slurm 23.11 know, as far as they concern us; those without one.
 SBATCH = {
     *("account", "chdir", "comment", "constraint", "cpus-per-task", "error", "export", "gpus-per-node", "gres"),
@@ -156,10 +158,7 @@ def scancel(state: pathlib.Path, arguments: list[str]) -> int:
     if step != "4711.0":
         sys.exit(f"scancel: error: Invalid job id {step}")
     # A wrapper ends all that its task has started, so that of a caller in a task is the last one.
-    own, ancestors = os.getpid(), set()
-    while own > 1:
-        own = int(pathlib.Path(f"/proc/{own}/stat").read_text().rpartition(")")[2].split()[1])
-        ancestors.add(own)
+    ancestors = {each.pid for each in psutil.Process().parents()}
     for pid in sorted((state / "pids").read_text().split(), key=lambda pid: int(pid) in ancestors):
         try:
             os.kill(int(pid), signal.Signals[f"SIG{options['signal']}"])

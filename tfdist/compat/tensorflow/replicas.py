@@ -221,12 +221,6 @@ def to_device(value: Any, device: str) -> Any:
         return tf.nest.map_structure(tf.identity, value, expand_composites=True)
 
 
-# Decides to which copies of a mirrored variable a replica writes.
-#
-# There is no public way to change a variable's aggregation once it is made. Without aggregation a replica writes to its
-# own copy; with that of the first replica it writes to all copies. The aggregation is restored.
-
-
 # Values of several replicas as one.
 #
 # There is no public way within a traced function: `experimental_distribute_values_from_function` makes such values only

@@ -170,12 +170,15 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
     pods = request.pods
     where = (f"--namespace={pods.namespace}",) if pods.namespace else ()
     chosen = (f"--selector=app.kubernetes.io/instance={pods.name}", *where)
-    kinds = (*dict.fromkeys(str(each["kind"]).lower() for each in request.objects),)
+    kinds = tuple(dict.fromkeys(str(each["kind"]).lower() for each in request.objects))
     job = KubernetesJob(pods.name, str(request), kinds, chosen, len(pods.shape.tasks))
     create_objects(kubectl, job)
     logs = f"kubectl logs --follow --prefix --max-log-requests={len(pods.shape.tasks)} {' '.join(chosen)}"
-    _log.say(f"kubectl get pods {' '.join(chosen)}   shows the job", f"{logs}   follows what the tasks print")
-    _log.say(f"{job.removal}   ends the job and removes all of it")
+    _log.say(
+        f"kubectl get pods {' '.join(chosen)}   shows the job",
+        f"{logs}   follows what the tasks print",
+        f"{job.removal}   ends the job and removes all of it",
+    )
     return look_for_pods(kubectl, job, start_timeout_secs) if start_timeout_secs else 0
 
 

@@ -245,17 +245,16 @@ def make_output_folder(job: SlurmJob) -> None:
     Raises:
       LaunchError: the folder can't be created, or its name depends on the job.
     """
-    output = job.output
-    folder = pathlib.Path(job.directory, output).parent
+    folder = pathlib.Path(job.directory, job.output).parent
     if "%" in str(folder):
         raise LaunchError(
-            f"--output has a folder with a %, and Slurm creates none; use one that exists. Received: {output!r}"
+            f"--output has a folder with a %, and Slurm creates none; use one that exists. Received: {job.output!r}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(
-            f"--output has a folder that can't be created: {error.strerror}. Received: {output!r}"
+            f"--output has a folder that can't be created: {error.strerror}. Received: {job.output!r}"
         ) from None
 
 
@@ -281,8 +280,8 @@ def submit(request: SlurmRequest, output: str = "slurm-%j.out") -> int:
         sys.stdout.write(f"{number}\n")
         sys.stdout.flush()
         file = shlex.quote(output.replace("%j", number))
-        _log.say(f"submitted job {number}", f"squeue --job={number}   shows it", f"tail -F {file}   follows its output")
-        _log.say(f"scancel {number}   ends it")
+        shown = f"squeue --job={number}   shows it", f"tail -F {file}   follows its output"
+        _log.say(f"submitted job {number}", *shown, f"scancel {number}   ends it")
 
     try:
         return tools.run_until_line([sbatch, "--parsable"], request.text, show)

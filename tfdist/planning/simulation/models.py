@@ -63,9 +63,8 @@ def _number(value: object, name: str, units: dict[str, float], example: str, lea
     number, unit = value, ""
     if isinstance(value, str):
         match = _TEXT.fullmatch(value)
-        # Bits or bytes, for one who writes a bandwidth as text?
-        is_known = match is not None and (match[2] in units if match[2] else units is not _RATES)
-        if match is None or not is_known:
+        # A bandwidth without a unit may be meant in bits or bytes.
+        if match is None or (match[2] not in units if match[2] else units is _RATES):
             raise ValueError(f"{name} has no known unit; write it like {example}. Received: {value!r}")
         number, unit = float(match[1]), match[2]
     if not _checks.is_number(number, is_finite=False):
