@@ -34,10 +34,8 @@ def echo(peer: _sockets.Peer) -> _sockets.Conversation:
 
 @contextlib.contextmanager
 def serving(**options) -> Iterator[tuple[str, int]]:
-    with PortReservation(1) as reserved:
-        sockets = _sockets.listen(f"127.0.0.1:{reserved.ports[0]}", [])
-        with _sockets.LineServer(sockets, echo, **options):
-            yield sockets[0].getsockname()
+    with PortReservation(1) as reserved, _sockets.LineServer(_sockets.listen(reserved.ports[0]), echo, **options):
+        yield "127.0.0.1", reserved.ports[0]
 
 
 def talk(address: tuple[str, int], *words: bytes) -> list[bytes]:
@@ -178,32 +176,7 @@ def test_no_answer_of_a_stranger_is_a_meeting(answer: bytes):
 # Addresses.
 
 
-def test_it_listens_at_each_address_of_its_name(monkeypatch: pytest.MonkeyPatch):
-    found = [
-        (int(socket.AF_INET), "127.0.0.1"),
-        (int(socket.AF_INET), "127.0.0.2"),
-        (int(socket.AF_INET), "192.0.2.77"),
-    ]
-    monkeypatch.setattr(_sockets, "_resolve", lambda host: found)
-    with PortReservation(1) as reserved, contextlib.ExitStack() as stack:
-        sockets = _sockets.listen(f"name:{reserved.ports[0]}", [f"localhost:{reserved.ports[0]}", "127.0.0.9:1"])
-        for each in sockets:
-            stack.enter_context(each)
-        assert [each.getsockname()[0] for each in sockets] == ["127.0.0.1", "127.0.0.2"]
-
-
-def test_an_address_of_ipv6_is_listened_at_alone():
-    if not socket.has_ipv6:
-        pytest.skip("no IPv6 here")
-    with PortReservation(1) as reserved:
-        (found,) = _sockets.listen(f"[::1]:{reserved.ports[0]}", ["[::1]:1"])
-        with found:
-            if found.getsockname()[0] == "::":
-                pytest.skip("no IPv6 here")
-            assert found.getsockname()[0] == "::1"
-
-
 def test_a_port_in_use_on_another_interface_is_an_error():
     # TensorFlow's server is about to take it on all interfaces.
     with socket.create_server(("127.0.0.2", 0)) as used, pytest.raises(OSError, match="in use"):
-        _sockets.listen(f"127.0.0.1:{used.getsockname()[1]}", [])
+        _sockets.listen(used.getsockname()[1])

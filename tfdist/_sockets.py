@@ -41,9 +41,9 @@ _JOIN_SECS = 5.0
 LINE_BYTES = 4096
 BACKLOG = 128
 # Error codes of a process, or a system, without free descriptors or buffers for another connection.
-NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Error codes of an address that no interface of this machine has.
-NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", re.ASCII)
 _NUMERIC = re.compile(r"[0-9.]+", re.ASCII)
@@ -144,23 +144,18 @@ def is_proof(received: bytes | str, secret: bytes, *words: object) -> bool:
     return hmac.compare_digest(received, expected)
 
 
-def check_port(port: int) -> None:
-    """Raises OSError if this process can't listen at a port on all interfaces, as TensorFlow's server does."""
-    _listen_everywhere(port).close()
-
-
-def _listen_everywhere(port: int) -> socket.socket:
-    """Listens on all interfaces, for IPv6 and IPv4 where the machine has both.
+def listen(port: int) -> socket.socket:
+    """Listens on all interfaces, for IPv6 and IPv4 where the machine has both, as TensorFlow's server does.
 
     Raises:
-      OSError: the port is in use, or may not be used.
+      OSError: the port is in use, on any interface, or may not be used.
     """
     create = functools.partial(socket.create_server, ("", port), backlog=BACKLOG)
     if socket.has_dualstack_ipv6():
         try:
             return _forks.keep(create(family=socket.AF_INET6, dualstack_ipv6=True))
         except OSError as error:
-            if error.errno not in NO_SUCH_ADDRESS:  # These mean that IPv6 is switched off.
+            if error.errno not in _NO_SUCH_ADDRESS:  # These mean that IPv6 is switched off.
                 raise
     return _forks.keep(create())
 
@@ -225,7 +220,7 @@ class LineServer:
     One thread runs all conversations. A conversation is a generator; it is closed when the connection is.
 
     Args:
-      sockets: listening sockets, which the server closes at its end.
+      listener: listening socket, which the server closes at its end.
       conversation: starts a conversation with a new peer.
       clock: returns seconds, monotonic.
       tick: called by the server's thread every `every_secs` seconds.
@@ -234,13 +229,13 @@ class LineServer:
 
     def __init__(
         self,
-        sockets: Iterable[socket.socket],
+        listener: socket.socket,
         conversation: Callable[[Peer], Conversation],
         clock: Callable[[], float] = time.monotonic,
         tick: Callable[[], object] | None = None,
         every_secs: float = math.inf,
     ) -> None:
-        self._sockets = list(sockets)
+        self._listener = listener
         self._conversation = conversation
         self._clock = clock
         self._tick, self._every_secs = tick, every_secs
@@ -252,11 +247,9 @@ class LineServer:
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        for each in self._sockets:
-            each.setblocking(False)
-            self._selector.register(each, selectors.EVENT_READ)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
         self._stop = threading.Event()
-        self._is_to_widen = False
         self._thread = threading.Thread(target=self._run, name="tfdist-line-server", daemon=True)
 
     def __enter__(self) -> LineServer:
@@ -269,21 +262,17 @@ class LineServer:
     def close(self) -> None:
         """Ends the thread and all connections; may be called again."""
         self._stop.set()
-        self._wake_up()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECS)
-        for each in (self._wake, self._woken, *self._sockets):
+        for each in (self._wake, self._woken, self._listener):
             each.close()
 
     @property
     def is_closing(self) -> bool:
         """True once the server ends, and all conversations with it."""
         return self._stop.is_set()
-
-    def listen_everywhere(self) -> None:
-        """Listens at the same port on all interfaces from now on; may be called again."""
-        self._is_to_widen = True
-        self._wake_up()
 
     def send(self, peer: Peer, line: bytes) -> None:
         """Sends a line; called in conversations and by `tick`. Closes a connection that has not taken earlier lines."""
@@ -306,10 +295,6 @@ class LineServer:
         peer._socket.close()
         peer._conversation.close()
 
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
-
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
@@ -317,12 +302,8 @@ class LineServer:
                     if isinstance(key.data, Peer):
                         if key.data in self._peers:
                             self._receive(key.data)
-                    elif key.fileobj is self._woken:
-                        self._woken.recv(16)
-                        if self._is_to_widen:
-                            self._widen()
-                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._sockets:
-                        self._accept(key.fileobj)
+                    elif key.fileobj is self._listener:
+                        self._accept()
                 now = self._clock()
                 for peer in [each for each in self._peers if each._until <= now]:
                     self.drop(peer, f"took longer than {PEER_SECS:.0f} s")
@@ -340,27 +321,11 @@ class LineServer:
         until = min(until, self._next_tick)
         return None if until == math.inf else max(0.0, until - self._clock())
 
-    def _widen(self) -> None:
-        self._is_to_widen = False
-        addresses = [(each.family, *each.getsockname()[:2]) for each in self._sockets]
-        # The kernel binds a port on all interfaces only if no socket listens there. Peers that fail meanwhile retry.
-        for each in self._sockets:
-            self._selector.unregister(each)
-            each.close()
+    def _accept(self) -> None:
         try:
-            self._sockets = [_listen_everywhere(addresses[0][2])]
-        except OSError:
-            found = [_listen_at(*each) for each in addresses]
-            self._sockets = [each for each in found if each]
-        for each in self._sockets:
-            each.setblocking(False)
-            self._selector.register(each, selectors.EVENT_READ)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, address = listener.accept()
+            connection, address = self._listener.accept()
         except OSError as error:
-            if error.errno in NO_RESOURCES:
+            if error.errno in _NO_RESOURCES:
                 self._make_room("stayed silent while no more could be opened")
                 self._stop.wait(0.01)  # If no peer could be closed, other parts of the program must free descriptors.
             return
@@ -368,7 +333,9 @@ class LineServer:
             self._make_room(f"was one of more than {MOST_PEERS} strangers")
         _forks.keep(connection).setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = Peer(connection, f"{address[0]}:{address[1]}", self._clock() + PEER_SECS)
+        # An address of IPv4 as one of IPv6 (RFC 4291).
+        host = address[0].removeprefix("::ffff:")
+        peer = Peer(connection, f"{host}:{address[1]}", self._clock() + PEER_SECS)
         peer._conversation = self._conversation(peer)
         self._peers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -430,63 +397,3 @@ def to_give_way(peers: Iterable[T], hosts: Iterable[str]) -> T:
         first.setdefault(host, peer)
         count[host] += 1
     return first[count.most_common(1)[0][0]]
-
-
-def listen(address: str, others: Iterable[str]) -> list[socket.socket]:
-    """Listens at the addresses of a task's host name, and on no other interface.
-
-    Listens on all interfaces only if the own address is unknown. That is so if the host of `address` is not on this
-    machine (behind NAT). It is also so for a loopback address (127.0.1.1 in /etc/hosts) while other tasks are on other
-    machines. A task that other machines reach at yet another address can't be reached at first; see
-    `LineServer.listen_everywhere`.
-
-    Args:
-      address: "host:port" of the task.
-      others: addresses of the other tasks.
-
-    Raises:
-      OSError: the port is in use, on any interface, or may not be used.
-    """
-    host, port = split_address(address)
-    check_port(port)
-    found: list[socket.socket] = []
-    is_local = all(_is_loopback(each) for each in map(_host, others) if each != host)
-    try:
-        for family, ip in _resolve(host):
-            own = _listen_at(family, ip, port) if is_local or not _is_loopback(ip) else None
-            found.extend([own] if own else [])
-        if not found:
-            found.append(_listen_everywhere(port))
-    except OSError:
-        for each in found:
-            each.close()
-        raise
-    return found
-
-
-def _listen_at(family: int, ip: str, port: int) -> socket.socket | None:
-    try:
-        return _forks.keep(socket.create_server((ip, port), family=family, backlog=BACKLOG))
-    except OSError as error:
-        if error.errno in NO_SUCH_ADDRESS:
-            return None
-        raise
-
-
-def _resolve(host: str) -> list[tuple[int, str]]:
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return list(dict.fromkeys((int(family), str(address[0])) for family, *_, address in found))
-
-
-def _host(address: str) -> str:
-    return split_address(address)[0]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host.lower().removesuffix(".") == "localhost"

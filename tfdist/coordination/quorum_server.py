@@ -9,9 +9,9 @@
 The server carries control traffic only, short lines. It owns the policy, which one thread runs. So the
 reports have one order, and all workers receive the same verdicts in the same order.
 
-The server, a `_sockets.LineServer`, listens at the chief's own address only. A client must prove that it knows the
-job's secret. Other connections are closed with a line in the log. Messages after the handshake are neither encrypted
-nor signed, and neither are the gradients: the network between the workers must be trusted.
+The server, a `_sockets.LineServer`, listens on all interfaces, as TensorFlow's do. A client must prove that it knows
+the job's secret. Other connections are closed with a line in the log. Messages after the handshake are neither
+encrypted nor signed, and neither are the gradients: the network between the workers must be trusted.
 
 No TensorFlow import.
 """
@@ -23,11 +23,10 @@ import dataclasses
 import enum
 import math
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 
-from tfdist import _forks, _log, _sockets
+from tfdist import _log, _sockets
 from tfdist.policies.base import Aggregation, Update
 
 # Lines between a worker and the quorum server. A connection begins with a handshake, in which both sides prove that
@@ -258,12 +257,11 @@ class QuorumServer:
       policy: decides which contributions form an update; `begin` was called. Used by this server alone.
       names: the workers' names, such as "worker:0".
       secret: shared secret of the job.
-      host: the chief's own name or address; the port is any free one.
       clock: returns seconds, monotonic.
       say: writes a line to the log; standard error by default.
 
     Raises:
-      OSError: `host` is no address of this machine.
+      OSError: there is no free port.
     """
 
     def __init__(
@@ -271,7 +269,6 @@ class QuorumServer:
         policy: Aggregation,
         names: Sequence[str],
         secret: bytes,
-        host: str,
         *,
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], object] = _log.say,
@@ -281,8 +278,8 @@ class QuorumServer:
         self._secret = secret
         self._clock = clock
         self._say = say
-        self._listener = _forks.keep(_listen(host))
-        self._server = _sockets.LineServer([self._listener], self._converse, clock, self._tick, STATUS_EVERY_SECS)
+        self._listener = _sockets.listen(0)
+        self._server = _sockets.LineServer(self._listener, self._converse, clock, self._tick, STATUS_EVERY_SECS)
         # By worker: its connection, and when it was heard last.
         self._clients: dict[int, _sockets.Peer] = {}
         self._heard: dict[int, float] = {}
@@ -299,9 +296,9 @@ class QuorumServer:
         self._updates: collections.deque[Update] = collections.deque(maxlen=_KEPT_UPDATES)
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Host and port at which the server listens."""
-        return self._listener.getsockname()[:2]
+    def port(self) -> int:
+        """Port at which the server listens."""
+        return self._listener.getsockname()[1]
 
     def start(self) -> None:
         """Starts the server's thread."""
@@ -452,8 +449,3 @@ class QuorumServer:
 
     def _all(self) -> range:
         return range(len(self._names))
-
-
-def _listen(host: str) -> socket.socket:
-    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family, backlog=_sockets.BACKLOG)

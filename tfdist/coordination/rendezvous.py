@@ -2,7 +2,7 @@
 """Rendezvous: waits until all tasks of a cluster have started, before TensorFlow's server starts. No TensorFlow import.
 
 TensorFlow's own start blocks silently, and can be neither interrupted nor watched from a thread, because it holds
-Python's lock. So each task first listens on its own address, identifies itself to callers, and calls all others. A task
+Python's lock. So each task first listens at its own port, identifies itself to callers, and calls all others. A task
 that has reached all others, and was reached by them, continues and starts TensorFlow's server on the same port.
 
     caller -> answering                   the caller connects
@@ -41,8 +41,6 @@ _PROVED = "no answer to the end"
 _PROBE_SECS = 2.0
 _RETRY_SECS = 0.2
 _CHECK_SECS = 0.5
-# A task that was reached calls back at once, unless this task's name resolves to another address there.
-_CALL_BACK_SECS = 5.0
 _NONCE_BYTES = 32
 _UNPROVED = "it does not know this job's secret: TFDIST_JOB_SECRET must be the same for all tasks, or for no task"
 
@@ -74,15 +72,8 @@ def meet(
     """
     others = [task for task in cluster.training_tasks if task != cluster.task]
     search = _Search(cluster, others, secret.encode(), mutual=True)
-    write = write or _log.say
-    with Answering(cluster, secret.encode(), search.was_asked_by) as answering:
-        fallback = _AllInterfaces(search, answering, write, clock)
-
-        def check_both() -> None:
-            check()
-            fallback.check()
-
-        _complete(search, timeout_secs, every_secs, write, clock, check_both)
+    with Answering(cluster, secret.encode(), search.was_asked_by):
+        _complete(search, timeout_secs, every_secs, write or _log.say, clock, check)
 
 
 def reach(
@@ -165,7 +156,7 @@ class Answering:
         self._cluster = cluster
         self._secret = secret
         self._on_met = on_met
-        self._server = _sockets.LineServer(_listen(cluster), self._converse)
+        self._server = _sockets.LineServer(_listener(cluster), self._converse)
 
     def __enter__(self) -> Answering:
         self._server.__enter__()
@@ -173,10 +164,6 @@ class Answering:
 
     def __exit__(self, *exception: object) -> None:
         self._server.__exit__(*exception)
-
-    def listen_everywhere(self) -> None:
-        """See `_sockets.LineServer`."""
-        self._server.listen_everywhere()
 
     def _converse(self, peer: _sockets.Peer) -> _sockets.Conversation:
         mine, nonce = str(self._cluster.task), _nonce()
@@ -193,42 +180,13 @@ class Answering:
             yield MET
 
 
-class _AllInterfaces:
-    """Fallback that listens on all interfaces if other tasks answer this task but don't reach it.
-
-    A machine with several networks, or a virtual address, may have one name for all of them, which each machine
-    resolves differently. Listening on all interfaces adds little risk for this short time. A peer without the secret is
-    refused there, too, and TensorFlow's server listens on all interfaces soon afterwards.
-    """
-
-    def __init__(
-        self, search: _Search, answering: Answering, write: Callable[[str], object], clock: Callable[[], float]
-    ) -> None:
-        self._search = search
-        self._answering = answering
-        self._write = write
-        self._clock = clock
-        self._since: dict[Task, float] = {}
-        self._is_wide = False
-
-    def check(self) -> None:
-        """Listens on all interfaces if a task that answered has not called back for `_CALL_BACK_SECS`."""
-        now, cluster = self._clock(), self._search.cluster
-        self._since = {task: self._since.get(task, now) for task in self._search.met_one_way()}
-        one_way = [str(task) for task, since in self._since.items() if now - since >= _CALL_BACK_SECS]
-        if one_way and not self._is_wide:
-            self._is_wide = True
-            self._write(
-                f"tfdist {cluster.task}: {', '.join(one_way)} answered, but does not connect to {cluster.address()} as "
-                f"it is known here; listening on all interfaces, until all have met"
-            )
-            self._answering.listen_everywhere()
-
-
-def _listen(cluster: Cluster) -> list[socket.socket]:
-    others = [cluster.address(task) for task in cluster.training_tasks if task != cluster.task]
+def _listener(cluster: Cluster) -> socket.socket:
     with _naming_address(cluster):
-        return _sockets.listen(cluster.address(), others)
+        return _sockets.listen(_port(cluster))
+
+
+def _port(cluster: Cluster) -> int:
+    return _sockets.split_address(cluster.address())[1]
 
 
 @contextlib.contextmanager
@@ -239,7 +197,7 @@ def naming_port(cluster: Cluster | None) -> Iterator[None]:
     except Exception as error:
         if "Could not start gRPC server" in str(error) and cluster is not None and cluster.task in cluster.tasks:
             with _naming_address(cluster):
-                _sockets.check_port(_sockets.split_address(cluster.address())[1])
+                _sockets.listen(_port(cluster)).close()
         raise
 
 
@@ -279,11 +237,6 @@ class _Search:
         """Waits until all tasks have been reached; returns False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._reasons and not self._not_asked, timeout_secs)
-
-    def met_one_way(self) -> list[Task]:
-        """Returns the tasks that have answered, but have not called this task yet."""
-        with self._changed:
-            return sorted(self._not_asked - self._reasons.keys())
 
     def missing(self) -> dict[Task, str]:
         """Returns the tasks that have not been reached, each with the reason."""

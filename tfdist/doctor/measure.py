@@ -308,18 +308,17 @@ class _State:
 @contextlib.contextmanager
 def _answering(cluster: Cluster, deadline: float, versions: Mapping[str, str] = {}) -> Iterator[_State]:
     """Answers other tasks within the block, a thread for each connection."""
-    others = [cluster.address(task) for task in cluster.tasks if task != cluster.task]
     state = _State(cluster, deadline, versions)
-    with contextlib.ExitStack() as stack:
-        for listening in _sockets.listen(cluster.address(), others):
-            handler = functools.partial(_Handler, state)
-            server = socketserver.ThreadingTCPServer(("", 0), handler, bind_and_activate=False)
-            server.socket.close()
-            server.socket, server.daemon_threads = listening, True
-            stack.enter_context(server)
-            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-            stack.callback(server.shutdown)
-        yield state
+    server = socketserver.ThreadingTCPServer(("", 0), functools.partial(_Handler, state), bind_and_activate=False)
+    server.socket.close()
+    server.socket = _sockets.listen(_sockets.split_address(cluster.address())[1])
+    server.daemon_threads = True
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield state
+        finally:
+            server.shutdown()
 
 
 class _Handler(socketserver.StreamRequestHandler):
