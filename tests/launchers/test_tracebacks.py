@@ -51,18 +51,20 @@ def test_a_traceback_of_several_tasks_is_printed_once_and_counted():
     assert tracebacks.has_raised("worker:2") and not tracebacks.has_raised("worker:3")
 
 
-def test_traceback_of_the_first_task_is_printed_at_once_and_others_held():
+def test_tracebacks_are_printed_whole_in_the_order_in_which_they_began():
     clock, tracebacks, (first, second) = job("worker:0", "worker:1")
-    assert [first.feed(RAISED[:4]), first.feed(RAISED[4:])] == [RAISED[:4], RAISED[4:]]
-    assert second.feed(["before", *RAISED]) == ["before"]
-    clock.now = 0.4
-    # The other message is complete before it is known that the first one is: which of them ends first is chance.
-    assert (second.due(), first.due(), second.due()) == ([], [], []) and tracebacks.raised_by_several() == [
-        ("ValueError", ["worker:0", "worker:1"])
-    ]
+    assert first.feed(["before", *RAISED[:4]]) == ["before"]
     assert second.feed([*RAISED, "another line"]) == []
-    clock.now = 0.8
-    assert second.due() == [*RAISED, "another line"]
+    clock.now = 0.2
+    assert first.feed(RAISED[4:]) == []
+    clock.now = 0.4
+    # The second one is complete, and waits for the first one.
+    assert second.due() == first.due() == []
+    clock.now = 0.6
+    assert first.due() == RAISED and second.due() == [*RAISED, "another line"]
+    assert second.feed(RAISED) == []
+    clock.now = 1.0
+    assert second.due() == [] and tracebacks.raised_by_several() == [("ValueError", ["worker:0", "worker:1"])]
 
 
 def test_a_task_that_raises_the_same_twice_prints_it_twice():

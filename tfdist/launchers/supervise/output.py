@@ -79,9 +79,9 @@ class StartupNoise:
 
 # Tracebacks on a job's screen: each is printed whole and once, however many tasks raise it. Log files have all lines.
 #
-# The first task that raises prints at once, so that its error comes before those of tasks that miss it. A traceback of
-# another task is held until its message is complete. It is left out if a task has printed the same one, and is one line
-# if it says that another task has ended.
+# A traceback is held until its message is complete, and until those that began before it are printed, so that the error
+# of the first task comes before those of tasks that miss it. It is left out if another task has printed the same one,
+# and is one line if it says that another task has ended.
 
 
 TRACEBACK = "Traceback (most recent call last):"
@@ -111,41 +111,45 @@ class Tracebacks:
         self.clock = clock
         self.is_interrupted = False
         self.raised_secs: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._first: str | None = None
-        self._is_first_whole = threading.Event()
+        self._changed = threading.Condition()
+        # The tasks whose tracebacks are held, in the order in which these began.
+        self._holding: list[str] = []
         self._raised_by: dict[str, list[str]] = {}
 
-    def begin(self, task: str) -> bool:
-        """Notes the beginning of a traceback; returns True if it is to be printed at once."""
-        with self._lock:
+    def begin(self, task: str) -> None:
+        """Notes the beginning of a traceback."""
+        with self._changed:
             self.raised_secs = {**self.raised_secs, task: self.clock()}
-            if self._first is None and not self.is_interrupted:
-                self._first = task
-            return self.raised_secs.keys() == {task} and not self.is_interrupted
+            self._holding.append(task)
 
-    def awaits_first(self, task: str, timeout_secs: float = 0.0) -> bool:
-        """Returns True while the message of another task, which is printed as it comes, is not complete."""
-        return self._first not in (None, task) and not self._is_first_whole.wait(timeout_secs)
+    def is_first(self, task: str, timeout_secs: float = 0.0) -> bool:
+        """Returns True if no traceback is held, or becomes so within the timeout, that began before that of a task."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._holding[:1] == [task], timeout_secs)
 
-    def add(self, task: str, lines: Sequence[str]) -> bool:
-        """Adds a traceback; returns False if it is known of another task."""
-        with self._lock:
-            if task == self._first:
-                self._is_first_whole.set()
+    def end(self, task: str, lines: Sequence[str]) -> Sequence[str]:
+        """Takes a whole traceback; returns the lines to print."""
+        with self._changed:
+            self._holding.remove(task)
+            self._changed.notify_all()
+            if self.is_interrupted and _class_of(lines) == "KeyboardInterrupt":
+                return []
+            missed = [line for line in lines if _MISSED.match(line)]
+            if missed and self._raised_by:
+                return missed[:1]
             tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), [])
             is_new = not tasks or task in tasks
             tasks += [] if task in tasks else [task]
-        return is_new
+        return lines if is_new else []
 
     def has_raised(self, task: str) -> bool:
         """Returns True if a traceback of this task was printed, or the same one of another task."""
-        with self._lock:
+        with self._changed:
             return any(task in tasks for tasks in self._raised_by.values())
 
     def raised_by_several(self) -> list[tuple[str, list[str]]]:
         """Returns the classes of the exceptions that several tasks have raised, and the names of the tasks."""
-        with self._lock:
+        with self._changed:
             several = [(text, list(tasks)) for text, tasks in self._raised_by.items() if len(tasks) > 1]
         return [(_class_of(text.split("\n")) or "exception", tasks) for text, tasks in several]
 
@@ -162,7 +166,6 @@ class TracebackFilter:
         self._tracebacks = tracebacks
         self._task = task
         self._held: list[str] = []
-        self._is_printed = False
         self._since = self._last = 0.0
 
     @property
@@ -176,40 +179,30 @@ class TracebackFilter:
         for line in lines:
             if line == TRACEBACK and not self._is_chain():
                 printed += self.flush()
-                self._is_printed, self._since = self._tracebacks.begin(self._task), now
+                self._since = now
+                self._tracebacks.begin(self._task)
                 self._held = [line]
-            elif self._held:
-                self._held.append(line)
-            if self._is_printed or not self._held:
-                printed.append(line)
+            else:
+                (self._held or printed).append(line)
         self._last = now
         return printed + self.flush() if len(self._held) > _MOST_LINES else printed
 
     def due(self) -> list[str]:
         """Returns the held lines once their message is complete."""
         now = self._tracebacks.clock()
-        is_complete = now - self._last >= _SILENT_SECS and not self._tracebacks.awaits_first(self._task)
+        is_complete = now - self._last >= _SILENT_SECS and self._tracebacks.is_first(self._task)
         return self.flush() if is_complete or now - self._since >= _MOST_SECS else []
 
     def end(self) -> list[str]:
-        """Returns the held lines, at the end of the output; waits until they can be compared with the first task's."""
+        """Returns the held lines, at the end of the output; waits for tracebacks that began before."""
         if self._held:
-            self._tracebacks.awaits_first(self._task, _MOST_SECS)
+            self._tracebacks.is_first(self._task, _MOST_SECS)
         return self.flush()
 
     def flush(self) -> list[str]:
-        """Returns the held lines."""
-        held, is_printed = self._held, self._is_printed
-        self._held, self._is_printed = [], False
-        if not held:
-            return []
-        if not is_printed:
-            if self._tracebacks.is_interrupted and _class_of(held) == "KeyboardInterrupt":
-                return []
-            if missed := next((line for line in held if _MISSED.match(line)), None):
-                return [missed]
-        is_new = self._tracebacks.add(self._task, held)
-        return held if is_new and not is_printed else []
+        """Returns the held lines that are to be printed."""
+        held, self._held = self._held, []
+        return list(self._tracebacks.end(self._task, held)) if held else []
 
     def _is_chain(self) -> bool:
         last = [line for line in self._held if line.strip()][-1:]
