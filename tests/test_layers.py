@@ -81,7 +81,7 @@ ARROWS: dict[str, set[str]] = {
     "engines.warmup": _ENGINES,
     "engines.transfer": {*_STEPS, "compression", "tables"},
     "engines.accumulation": {"compat"},
-    "engines.scope_checks": {"compat", "coordination", "step"},
+    "engines.scope_checks": {"compat", "step"},
     "engines.server_calls": _SERVERS,
     "engines.worker_function": {*_SERVERS, "engines.accumulation", "engines.scope_checks"},
     "engines.step_queue": {*_SERVERS, "engines.accumulation", "engines.worker_function"},

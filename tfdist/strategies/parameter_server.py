@@ -33,7 +33,6 @@ from tfdist.coordination import rendezvous, stalls
 from tfdist.engines import scope_checks, server_calls, worker_function
 from tfdist.engines.asynchronous import AsynchronousEngine
 from tfdist.engines.rounds import RoundEngine
-from tfdist.engines.scope_checks import MemoryCheck
 from tfdist.engines.server_calls import ServerMemory, TaskUsages
 from tfdist.engines.streams import StreamEngine
 from tfdist.engines.transfer import plan as transfer_plan
@@ -244,10 +243,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _take_shards(self, variable_partitioner: Any, is_lazy: bool) -> None:
         """Looks up rows of variables in shards, and updates shards and rows, on their servers."""
-        sharding.note_initializers()
         self._has_partitioner = variable_partitioner is not None
-        self._memory = MemoryCheck(variable_partitioner, self._num_ps, lambda: self._new_usage())
         if variable_partitioner is not None:
+            sharding.note_initializers()
             sharding.look_up_in_shards(has_shards)
             sharding.save_in_shards(has_shards)
             sharding.restore_in_slices()
@@ -324,11 +322,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
             beside = sharding.beside_shards(self, kwargs.pop("colocate_with").variables[0])
         initial = sharding.present_initializer()
-        if initial is not None:
-            first = sharding.server_of(self, reference)
-            self._memory.check(initial.path, initial.shape, tf.as_dtype(initial.dtype), first, reference is not None)
-            if self._has_partitioner and kwargs.get("shape") is None:
-                kwargs |= {"initial_value": initial, "shape": initial.shape}
+        if initial is not None and self._has_partitioner and kwargs.get("shape") is None:
+            kwargs |= {"initial_value": initial, "shape": initial.shape}
         with beside:
             variable = next_creator(**kwargs)
         barrier = self.distribution.barrier

@@ -226,18 +226,6 @@ def replace_update(strategy: Any, wrap: Callable[[Any, Callable[[], bool]], Any]
     strategy.extended._update = wrap(strategy.extended._update, lambda: _updating.is_elementwise)
 
 
-def server_of(strategy: Any, beside: Any = None) -> int:
-    """Returns the parameter server of the next variable, or of its first shard.
-
-    Args:
-      strategy: a `tf.distribute.ParameterServerStrategy`.
-      beside: variable on whose server, or servers, the next one is put; None for the next in turn.
-    """
-    if beside is not None:
-        return tf.DeviceSpec.from_string(beside.device).task or 0
-    return strategy.extended._variable_count
-
-
 @contextlib.contextmanager
 def beside_shards(strategy: Any, first: Any) -> Iterator[None]:
     """Context in which the shards of a new variable are put on the servers of another variable's shards.
