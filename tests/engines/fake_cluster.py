@@ -216,7 +216,7 @@ class FakeDataset:
     """
 
     element_spec = tf.TensorSpec([None], tf.int64)
-    lives_in_python = False
+    lives_in_python = marks_end = False
     passes_read = 1
 
     @property

@@ -18,6 +18,7 @@ class World:
     """Shares of batches that are numbered (share, position), read through iterators as on workers."""
 
     cardinality = tf.data.UNKNOWN_CARDINALITY
+    marks_end = False
 
     def __init__(self, sizes: list[int], can_move: bool = True) -> None:
         self.sizes = sizes

@@ -41,6 +41,14 @@ def test_groups_of_keep_pairs_and_leave_out_what_is_left_over() -> None:
     assert int(groups.cardinality()) == 1
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_last_element_is_marked_by_the_shape_beside_it(count: int) -> None:
+    rows = tf.data.Dataset.range(count).map(lambda n: {"n": n, "rows": tf.RaggedTensor.from_row_lengths([n], [1])})
+    pairs = list(splitting.with_end_marked(rows.filter(lambda each: each["n"] >= 0)))
+    assert [int(each["n"]) for each, _ in pairs] == [int(each["rows"][0, 0]) for each, _ in pairs] == list(range(count))
+    assert [mark.shape[0] for _, mark in pairs] == [1] * (count - 1) + [0] * min(count, 1)
+
+
 def test_components_of_different_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"different batch sizes.*tf\.repeat.*Received: batch sizes \[3, 6\]"):
         splitting.check_batched({"table": tf.TensorSpec([3]), "x": tf.TensorSpec([6, 2])}, 2)

@@ -10,7 +10,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from aggregated_cluster import BATCH, IDS, X, Y, compiled, layers
+from aggregated_cluster import BATCH, IDS, STEPS, X, Y, compiled, layers
+
+import tfdist
+from tfdist.engines import rounds
 
 
 def embedding(num_rows: int) -> keras.Model:
@@ -39,6 +42,29 @@ def test_rows_of_an_embedding_are_gathered_where_the_table_is(strategy: Any) -> 
 
 def dataset() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+
+
+def test_workers_see_the_end_of_unknown_length_without_an_error(
+    with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[BaseException] = []
+    read = rounds.RoundStep.contribute_next
+
+    def reading(self: rounds.RoundStep, iterator: Any) -> Any:
+        try:
+            return read(self, iterator)
+        except tf.errors.OutOfRangeError as error:
+            # TensorFlow would warn that it can't delete the results.
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(rounds.RoundStep, "contribute_next", reading)
+    for policy in (tfdist.BackupWorkers(spares=0), tfdist.SoftSync(updates=4)):
+        model = compiled(with_policies(policy), layers, "sgd")
+        batches = dataset().filter(lambda x, y: True)
+        model.fit(batches, epochs=2, verbose=0)
+        assert int(model.optimizer.iterations.numpy()) == 2 * STEPS
+    assert not errors
 
 
 @pytest.mark.slow

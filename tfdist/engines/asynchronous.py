@@ -76,6 +76,7 @@ class AsynchronousEngine(Engine):
 
     # Number of gradients of an update, and of parts of a batch.
     replicas_to_aggregate = num_parts = 1
+    marks_end = False
 
     def __init__(
         self,

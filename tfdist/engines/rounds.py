@@ -97,6 +97,7 @@ class RoundEngine(Engine):
       warmup: decides how many workers take part at first; all by default.
     """
 
+    marks_end = True
     _runner_type = RoundRunner
 
     def __init__(
@@ -198,13 +199,15 @@ class RoundEngine(Engine):
             spec, count = handle.element_spec, self.num_parts
             rehearsal.before(self._strategy, step.function, [spec])
             model_parallel.check_step(self._strategy, step)
-            return self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec)
+            marks_end = handle.kind.form.marks_end
+            return self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec, marks_end)
 
         return self._engine.programs.traces.find(step, ("round", handle.kind), trace)
 
-    def prepare(self, step: Step, element_spec: Any) -> RoundStep:
+    def prepare(self, step: Step, element_spec: Any, marks_end: bool) -> RoundStep:
         """Traces a model's `train_step` for the workers' batches of this structure."""
-        return RoundStep(self._strategy, step, self._transfer, element_spec, self._count, self.replicas_to_aggregate)
+        counts = self._count, self.replicas_to_aggregate
+        return RoundStep(self._strategy, step, self._transfer, element_spec, marks_end, *counts)
 
     def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
         """Makes one update.
@@ -321,8 +324,7 @@ class RoundEngine(Engine):
                 if delay_hook.installed is not delay_hook.no_delay:
                     delay_hook.before_contribution(worker, attempt)
                 if parts is None:
-                    *contribution, read = step.contribute(iterator_on_worker)
-                    self._note_input(worker, local_step, read)
+                    contribution = self._next(residence, iterator_on_worker, worker, local_step)
                 else:
                     contribution = step.contribute_from(parts[worker])
                 if runner.arrive(worker, local_step):
@@ -337,6 +339,16 @@ class RoundEngine(Engine):
                 if is_end and residence.iterator.feed is not None:
                     residence.iterator.feed.ended = True
                 runner.fail(worker, local_step, error, is_end)
+
+    def _next(self, residence: _Residence, iterator_on_worker: Any, worker: int, local_step: int) -> list[tf.Tensor]:
+        at_end = residence.iterator.feed.at_end
+        if worker in at_end:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        contribution, read, is_last = residence.step.contribute_next(iterator_on_worker)
+        if is_last:
+            at_end.add(worker)
+        self._note_input(worker, local_step, read)
+        return contribution
 
     def _note_input(self, worker: int, local_step: int, read: tf.Tensor) -> None:
         """Notes how long the worker has waited for its batch."""
@@ -361,6 +373,7 @@ class RoundStep:
       step: a model's `train_step`.
       transfer: how variables and gradients cross the network.
       element_spec: the structure of `tf.TypeSpec`s of a worker's batch.
+      marks_end: True if the iterators mark the end (`splitting.with_end_marked`).
       total_num_replicas: number of parts of a batch.
       replicas_to_aggregate: expected number of contributions of an update. An update from another number is traced on
         first use, which waits for every worker that is up, even if it is stopped.
@@ -368,8 +381,7 @@ class RoundStep:
       is_relative: see `SplitTrainStep`.
 
     Attributes:
-      contribute: computes a contribution from a worker's iterator, on the default device, which is the worker; its last
-        tensor has the seconds of waiting for the batch.
+      contribute: the traced function of `contribute_next`.
       push: sends a contribution from its worker, the default device, to the parameter servers.
       rebuild: packs flat logs into what Keras' step returns.
     """
@@ -380,6 +392,7 @@ class RoundStep:
         step: Step,
         transfer: TransferPlan,
         element_spec: Any,
+        marks_end: bool,
         total_num_replicas: int,
         replicas_to_aggregate: int,
         is_weighted: bool = False,
@@ -405,11 +418,13 @@ class RoundStep:
         self._rows = RowPieces([], [])
         self._home = ""
         self._from_batch: Callable[..., Any] | None = None
+        self._marks_end = marks_end
+        element = (element_spec, tf.TensorSpec([None], tf.int8)) if marks_end else element_spec
         self.contribute = self._step.settled(
-            lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element_spec)])
+            lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element)])
         )
         scope_checks.check_graph(step, self.contribute)
-        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[:-1]]
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[: -1 - marks_end]]
         self.push = self._trace(self._to_servers, self._specs)
         if self._encoding is not None:
             self.push = functools.partial(_push_encoded, self._encoding, self.push)
@@ -428,6 +443,17 @@ class RoundStep:
     def dtypes(self) -> list[tf.DType]:
         """The dtypes of the flat logs."""
         return self._packing.dtypes
+
+    def contribute_next(self, iterator: Any) -> tuple[list[tf.Tensor], tf.Tensor, bool]:
+        """Computes a contribution from a worker's iterator, on the default device, which is the worker.
+
+        Returns:
+          The contribution, the seconds of waiting for the batch, and True if it is known to be the last one.
+        """
+        *contribution, read = self.contribute(iterator)
+        # The shape is known here; the tensor stays on the worker.
+        is_last = self._marks_end and contribution.pop().shape[0] == 0
+        return contribution, read, is_last
 
     def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Computes a contribution from a flat batch of the chief, on the default device, which is the worker."""
@@ -473,8 +499,9 @@ class RoundStep:
     # Traced code.
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
-        batch, secs = step_times.timed_read(iterator.get_next)
-        return [*self._contribute(batch), secs]
+        found, secs = step_times.timed_read(iterator.get_next)
+        batch, mark = found if self._marks_end else (found, [])
+        return [*self._contribute(batch), *([mark] if self._marks_end else []), secs]
 
     def _contribute_batch(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))

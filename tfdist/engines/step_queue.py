@@ -324,7 +324,8 @@ class StepQueue:
         with self._changed:
             resolve(step.took_batch, True)
             self._changed.notify_all()
-        return tf.nest.flatten(batch.get_value(), expand_composites=True)
+        found = batch.get_value()
+        return tf.nest.flatten(found[0] if step.feed.marks_end else found, expand_composites=True)
 
     def _finish(
         self, step: QueuedStep, worker: int, made: MadeSteps | None = None, error: BaseException | None = None

@@ -70,13 +70,14 @@ class StreamEngine(rounds.RoundEngine):
         """See `RoundEngine.distribute_own`; the batches are read in parts."""
         return WorkerDatasetFromFunction(self, datasets, self.num_parts)
 
-    def prepare(self, step: Step, element_spec: Any) -> RoundStep:
+    def prepare(self, step: Step, element_spec: Any, marks_end: bool) -> RoundStep:
         """See `RoundEngine.prepare`."""
         return RoundStep(
             self._strategy,
             step,
             self._transfer,
             element_spec,
+            marks_end,
             self.replicas_to_aggregate,
             self.replicas_to_aggregate,
             is_weighted=self._policy.is_weighted or gradients.transforms_of(self._strategy).has(ARRIVAL),
@@ -203,15 +204,17 @@ class StreamEngine(rounds.RoundEngine):
             self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
             return
         if feed.from_chief:
-            contribution = step.contribute_from(source)
+            contribution, is_last = step.contribute_from(source), False
         else:
-            *contribution, read = step.contribute(source)
+            contribution, read, is_last = step.contribute_next(source)
             self._note_input(worker, local_step, read)
         # After the variables were read: an earlier delay would not make the gradient stale.
         delay_hook.before_contribution(worker, next(self._attempts[worker]))
         if self._runner.is_wanted(worker, local_step):
             self._runner.hand_over(worker, local_step, step.push(*contribution))
         feed.used(worker)
+        if is_last:
+            feed.ended(worker)
 
 
 # Sources of batches, or of parts of batches, for workers that are not synchronized with Keras' steps.

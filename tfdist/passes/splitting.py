@@ -19,6 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.compat.tensorflow import inputs
+
 _KERAS_SHUFFLED = tf.data.experimental.ExternalStatePolicy.IGNORE
 # Batches whose order changes between epochs when the composition of the batches can't.
 _SHUFFLE_BATCHES = 64
@@ -52,6 +54,34 @@ def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: 
 
     transform = dataset.map if len(parts) == 1 else dataset.flat_map
     return _with_cardinality(in_order(transform(shares)), dataset, len(parts))
+
+
+def with_end_marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a data set of (element, int8 [1]), of which the last one is (element, int8 [0]); it reads one ahead.
+
+    A shape arrives with the answer of a remote function, and its reader sees the end without a round trip. To read on
+    until `OutOfRangeError` makes TensorFlow log a warning: it deletes the outputs of the function, which never existed.
+    """
+    spec = dataset.element_spec
+    is_tuple, flat = isinstance(spec, tuple), tf.nest.flatten(spec, expand_composites=True)
+
+    def wrapped(*element: Any) -> tf.Tensor:
+        components = tf.nest.flatten(element if is_tuple else element[0], expand_composites=True)
+        return tf.raw_ops.OptionalFromValue(components=components)
+
+    def paired(before: tf.Tensor, found: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return found, (before, tf.raw_ops.OptionalHasValue(optional=found))
+
+    def marked(optional: tf.Tensor, has_next: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        dtypes, shapes = [each.dtype for each in flat], [each.shape for each in flat]
+        found = tf.raw_ops.OptionalGetValue(optional=optional, output_types=dtypes, output_shapes=shapes)
+        batch = tf.nest.pack_sequence_as(spec, found, expand_composites=True)
+        return batch, tf.zeros([tf.cast(has_next, tf.int32)], tf.int8)
+
+    end = tf.data.Dataset.from_tensors(0).map(lambda _: tf.raw_ops.OptionalNone())
+    optionals = inputs.mapped_inline(dataset, wrapped).concatenate(end)
+    pairs = optionals.scan(tf.raw_ops.OptionalNone(), paired).skip(1)
+    return inputs.mapped_inline(pairs, marked)
 
 
 def not_read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:

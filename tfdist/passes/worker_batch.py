@@ -68,11 +68,13 @@ class PartLayout:
       whole: the structure of `tf.TypeSpec`s of the whole batch.
       text: description of that structure.
       first: number of leaves of the batch before the part.
+      marks_end: see `WorkerDataset`.
     """
 
     whole: Any = dataclasses.field(compare=False)
     text: str
     first: int
+    marks_end: bool = False
 
 
 class WorkerBatch(BatchHandle):
@@ -230,14 +232,15 @@ def number_in(handle: int) -> int:
     return handle & ((1 << _POSITION_BITS) - 1)
 
 
-def kind_of(engine: Any, element_spec: Any) -> HandleKind:
+def kind_of(engine: Any, element_spec: Any, marks_end: bool = False) -> HandleKind:
     """Returns the kind of the handles of whole batches.
 
     Args:
       engine: makes train steps of the batches.
       element_spec: the structure of `tf.TypeSpec`s of a batch.
+      marks_end: see `WorkerDataset`.
     """
-    return _kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0))
+    return _kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0, marks_end))
 
 
 def _kind_of(engine: Any, element_spec: Any, layout: PartLayout) -> HandleKind:

@@ -31,9 +31,11 @@ class Workers(Protocol):
     Attributes:
       num_workers: number of workers of the cluster.
       coordinator: creates resources on the workers.
+      marks_end: True if workers read data of unknown length by `splitting.with_end_marked`.
     """
 
     num_workers: int
+    marks_end: bool
     coordinator: tf.distribute.coordinator.ClusterCoordinator
 
     def open(self, dataset: WorkerDataset, fit: Any) -> worker_batch.Pass:
@@ -66,12 +68,13 @@ class WorkerDataset(DistributedDataset):
         # A worker, or the chief, that deletes an iterator would hold up all others.
         dataset = inputs.read_ahead_untuned(dataset)
         super().__init__(engine, dataset, _refuse_stock)
-        self.kind = worker_batch.kind_of(engine, dataset.element_spec)
         self.id = registry.add(self)
         self._sharding = sharding
         self._num_parts = num_parts
         # The service does not say how many batches a worker gets.
         self._cardinality = tf.data.UNKNOWN_CARDINALITY if self._is_handed_out else int(dataset.cardinality())
+        self.marks_end = engine.marks_end and self._cardinality == tf.data.UNKNOWN_CARDINALITY
+        self.kind = worker_batch.kind_of(engine, dataset.element_spec, self.marks_end)
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
         self._described: DatasetGraph | None = None
         # Rebuilds a share on the worker of the calling thread; set with `_shipped`.
@@ -310,12 +313,16 @@ class WorkerDataset(DistributedDataset):
             dataset = rebuild(text, spec)
             if self._sharding == "deal":
                 # A single worker reads whole batches, of any structure.
-                parts = (splitting.deal(dataset, [shard], num_shards) if num_shards > 1 else dataset).prefetch(1)
+                parts = splitting.deal(dataset, [shard], num_shards) if num_shards > 1 else dataset
+                parts = self._marked(parts).prefetch(1)
                 # A worker whose contribution was withdrawn makes another one for the same update: it needs more data.
                 return splitting.not_read_ahead(parts.repeat(2)) if self.cardinality >= 0 else parts
-            return self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)
+            return self._marked(self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset))
 
         return build.get_concrete_function(tf.TensorSpec([], tf.int64))
+
+    def _marked(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return splitting.with_end_marked(dataset) if self.marks_end else dataset
 
     def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self._num_parts == 1:

@@ -203,6 +203,8 @@ class WorkerFeed:
       ended: True once no worker has a batch left.
       on_workers: the iterators on the workers, once `begin` has made them.
       updates: number of updates to which all workers contribute, each with its part of one batch.
+      marks_end: see `WorkerDataset`.
+      at_end: workers that have read the element that was marked as the last one of their own share.
     """
 
     by_chief = False
@@ -216,6 +218,8 @@ class WorkerFeed:
         # By worker, a piece of another share, and the iterator over it.
         self._opened: dict[int, tuple[Piece, Any]] = {}
         self.ended = False
+        self.marks_end = dataset.marks_end
+        self.at_end: set[int] = set()
         self.on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
         self.updates = 0
         # Number of the pass among those that workers have read.
@@ -264,6 +268,7 @@ class WorkerFeed:
     def _position(self, worker: int) -> int:
         """Returns the number of batches of its share that a worker skips; called again when it is restarted."""
         self._opened.pop(worker, None)
+        self.at_end.discard(worker)
         return self.updates - 1 if self.updates else self.pieces.own[worker].used
 
     @property
