@@ -296,6 +296,7 @@ def test_the_last_line(monkeypatch, capsys, states, code, last):
         (["--timeout_secs=0"], "tfdist: --timeout_secs must be a number >= 0.1"),
         (["--tiemout_secs=1"], "tfdist: unknown flag --tiemout_secs; did you mean --timeout_secs=1?"),
         (["now"], "tfdist: tfdist doctor takes flags only"),
+        (["--json=links.json"], "tfdist: --json is for --measure; give both. Received: --json=links.json"),
     ],
 )
 def test_a_command_line_that_makes_no_sense(arguments, words, capsys):

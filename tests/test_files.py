@@ -22,6 +22,18 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: pathlib.P
     assert target.read_text() == "old"
 
 
+@pytest.mark.parametrize("name", ["absent/a.json", "folder"])
+def test_error_of_a_file_that_cannot_be_written_names_it(tmp_path: pathlib.Path, name: str):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=f"{name}'$"):
+        _files.write(tmp_path / name, "x")
+    with pytest.raises(
+        OSError, match=f"^--json: the file can't be written .*; give .* Received: --json={tmp_path / name}$"
+    ):
+        _files.check_writable(tmp_path / name, "--json")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 @pytest.mark.parametrize(("permissions", "expected"), [(None, 0o640), (0o644, 0o644)])
 def test_a_new_file_has_permissions_by_umask_or_as_given(tmp_path: pathlib.Path, permissions, expected):
     before = os.umask(0o027)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import secrets
@@ -20,7 +21,7 @@ def opened(path: str | os.PathLike[str], permissions: int | None = None) -> Iter
       permissions: mode bits of the file, such as 0o644; by default those that the umask leaves to a new file.
 
     Raises:
-      OSError: the file can't be written.
+      OSError: the file can't be written; it names `path`.
     """
     target = pathlib.Path(path)
     part = target.with_name(f".{secrets.token_hex(8)}.part")
@@ -30,9 +31,35 @@ def opened(path: str | os.PathLike[str], permissions: int | None = None) -> Iter
                 part.chmod(permissions)
             yield file
         part.replace(target)
-    except BaseException:
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(part):
+            # The temporary name says nothing to who gave the other one.
+            raise type(error)(error.errno, error.strerror, str(target)) from None
         raise
+
+
+def check_writable(path: str | os.PathLike[str], argument: str) -> None:
+    """Checks that `opened` can write a file, before the work whose result it is for.
+
+    Raises:
+      OSError: it can't; the message names the argument.
+    """
+    try:
+        if pathlib.Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with contextlib.suppress(_NothingWrittenError), opened(path):
+            raise _NothingWrittenError
+    except OSError as error:
+        raise OSError(
+            f"{argument}: the file can't be written ({error.strerror}); give one in a folder that exists and that you "
+            f"may write to. Received: {argument}={path}"
+        ) from None
+
+
+class _NothingWrittenError(Exception):
+    pass
 
 
 def write(path: str | os.PathLike[str], content: str | bytes, permissions: int | None = None) -> None:

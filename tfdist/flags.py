@@ -22,6 +22,7 @@ import ast
 import difflib
 import functools
 import importlib
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -134,13 +135,15 @@ def parse_policy(text: str, flag: str = "--tfdist_policies") -> Any:
     known = _policies()
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(known))}"
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(known))}."
         raise ValueError(f"{flag} names no policy; {hint} Received: {text!r}")
+    policy = known[name]()
     try:
-        return known[name]()(*arguments, **keywords)
+        return policy(*arguments, **keywords)
     except TypeError as error:
         problem = " ".join(str(error).replace(f"{name}.__init__()", name).split())
-        raise ValueError(f"{flag}: {problem}; see docs/policies.md. Received: {text!r}") from None
+        taken = ", ".join(inspect.signature(policy).parameters) or "nothing"
+        raise ValueError(f"{flag}: {problem}; {name} takes {taken}. Received: {text!r}") from None
     except ValueError as error:
         raise ValueError(" ".join(f"{flag}={text}: {error}".split())) from None
 

@@ -121,7 +121,10 @@ def test_a_process_sees_its_busy_cores():
         (["-m"], "give a training script"),
         (["absent.py"], "there is no such script"),
         (["--secs=0", "train.py"], "secs"),
-        (["--output=nowhere/profile.json", __file__], "there is no directory nowhere"),
+        (
+            ["--output=nowhere/profile.json", __file__],
+            "--output: the file can't be written (No such file or directory)",
+        ),
         (["--unknown", __file__], "unknown flag --unknown"),
     ],
 )

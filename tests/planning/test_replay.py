@@ -154,7 +154,7 @@ def test_advise_of_a_run_counts_its_examples(tmp_path, capsys):
     ("arguments", "line"),
     [
         (["--workers=8"], "--workers: the run had 2 workers, and a log does not say what more would send"),
-        (["--network=1Gbit"], "--network is for profiles: a run is replayed on its own links"),
+        (["--network=1Gbit"], "--network is for profiles: a run is replayed on its own workers and links"),
         (["--examples=1e6"], "--examples: the log of this run does not say how many examples a batch has"),
     ],
 )

@@ -78,7 +78,7 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
         (["train.py"], "tfdist simulate takes flags only; see tfdist simulate --help. Received: 'train.py'"),
         (["--bandwidth=10Gbitt"], "--bandwidth has no known unit; write it like 10Gbit or 1GB/s. "),
         (["--bandwidth=-1Gbit"], "--bandwidth "),
-        (["--workers=0"], "--workers must be an integer of at least 1. Received: workers=0"),
+        (["--workers=0"], "--workers must be an integer of at least 1. Received: --workers=0"),
         (["--workers=many"], "--workers must be an integer, such as --workers=1. Received: --workers=many"),
         (["--compute=pareto(mean=1, a=1)"], "--compute: pareto(a=...): there is a mean only for a > 1. "),
         (["--compute=lognormal"], "--compute: write it with its parameters, like lognormal(mean=0.2"),
@@ -87,12 +87,26 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
         ([], "no step time is known; give "),
         (
             ["--step_secs=1s", "--strategy=multi_worker", "--policies=SoftSync(1)"],
-            "policies: SoftSync(updates=1) does ",
+            "--policies: SoftSync(updates=1) does ",
         ),
         (["--codec=0.5"], "--codec: write it with its parameters, like CodecModel(ratio=0.5). Received: '0.5'"),
         (["--codec=CodecModel(speed=3)"], "--codec: write it like CodecModel(ratio=0.5), with ratio, "),
         (["--codec=CodecModel(ratio=-1)"], "CodecModel(ratio=...) must be a number above 0. Received: -1"),
-        (["--step_secs=1s", "--overlap=2"], "--overlap must be a share from 0 to 1. Received: 2.0"),
+        (
+            ["--step_secs=1s", "--overlap=2", "--strategy=multi_worker"],
+            "--overlap must be a share from 0 to 1. Received: 2.0",
+        ),
+        (
+            ["--workers=2", "--step_secs=1s", "--strategy=mirrored"],
+            "MirroredStrategy trains on the devices of one worker; use --workers=1 and --devices_per_worker. ",
+        ),
+        (["--step_secs=1s", "--servers=2", "--strategy=multi_worker"], "--servers has no effect here; leave it out"),
+        (["--step_secs=1s", "--overlap=0.5"], "--overlap has no effect here; leave it out"),
+        (
+            ["--step_secs=1s", "--compute=constant(secs=1)"],
+            "--compute is the time of a step already; leave --step_secs",
+        ),
+        (["--step_secs=1s", "--json=/"], "--json: the file can't be written (Is a directory)"),
     ],
 )
 def test_invalid_values_are_one_line_and_code_2(

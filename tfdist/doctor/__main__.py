@@ -161,6 +161,7 @@ the other tasks can be reached. Returns 0 if nothing is wrong, else 1.
 
 flags:
 """
+_OF_MEASURE = ("measure_secs", "link_secs", "link_bytes", "json")
 OK, WARNING, WRONG = "ok", "warning", "wrong"
 # Requirements of setup.py, as lower and upper bounds.
 _NEEDED = {
@@ -202,6 +203,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if rest:
         raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
+    for name in _OF_MEASURE if not values.measure else ():
+        if values[name].present:
+            raise LaunchError(f"--{name} is for --measure; give both. Received: --{name}={values[name].value}")
     if values.firewall_rules:
         return _print_rules(os.environ)
     if values.measure:

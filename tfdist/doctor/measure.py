@@ -184,6 +184,8 @@ def measure_as_task(
     """
     try:
         cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
+        if output and cluster.task == cluster.tasks[0]:
+            _files.check_writable(output, "--json")
         links = measure(cluster, timeout_secs, link_secs, link_bytes)
         is_first = bool(links) and cluster.task == cluster.tasks[0]
         if is_first and output:

@@ -63,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     if len(rest) != 1:
         raise LaunchError(f"give one profile: tfdist advise profile.json; see tfdist advise --help. Received: {rest}")
     path = pathlib.Path(rest[0])
+    if values.json:
+        _files.check_writable(values.json, "--json")
     try:
         for name in ("examples", "price_per_hour"):
             if not math.isfinite(getattr(values, name)):
@@ -150,9 +152,11 @@ def _of_log(values: flags.FlagValues, path: pathlib.Path, given: Sequence[int]) 
     from tfdist.planning import replay
     from tfdist.telemetry import update_log
 
-    for name in ("network", "latency", "workers_per_machine", "global_batch"):
+    for name in ("network", "latency", "workers_per_machine", "global_batch", "any_cost"):
         if getattr(values, name):
-            raise ValueError(f"--{name} is for profiles: a run is replayed on its own links. Received: {path}")
+            raise ValueError(
+                f"--{name} is for profiles: a run is replayed on its own workers and links. Received: {path}"
+            )
     try:
         timeline = update_log.read_logs(path)
     except (OSError, ValueError) as error:

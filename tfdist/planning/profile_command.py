@@ -114,8 +114,7 @@ def define_flags(values: flags.FlagValues) -> None:
 def _profile(values: flags.FlagValues, command: list[str]) -> int:
     script, is_module = _script(command)
     output = pathlib.Path(values.output)
-    if not output.parent.is_dir():
-        raise LaunchError(f"--output: there is no directory {output.parent}; make it. Received: {values.output!r}")
+    _files.check_writable(output, "--output")
     measured: list[Profile] = []
     failure = _run(command, is_module, values.secs, measured)
     if not measured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import bisect
+import contextlib
 import dataclasses
 import functools
 import json
@@ -88,11 +89,19 @@ flags:
 """
 _MAX_TEXT = 10_000
 # An argument of a class, as its errors name it: a flag has the argument's name.
-_OF_CLASSES = re.compile(r"(?:ClusterModel|NetworkModel|ModelProfile|simulate)\((\w+)=\.\.\.\)")
+_OF_CLASSES = re.compile(r"(?:ClusterModel|NetworkModel|ModelProfile|simulate)\((\w+)(?:=\.\.\.|(=\w+))\)")
+# An argument at the beginning of a message, or behind "Received:"; not one of a call such as BackupWorkers(spares=4).
+_ARGUMENT = re.compile(r"(?:(?<=^)|(?<=Received: )|(?<=, ))(\w+)(?=: |=)")
 _STRATEGIES = {
     "mirrored": engines.MIRRORED,
     "multi_worker": engines.MULTI_WORKER,
     "parameter_server": engines.PARAMETER_SERVER,
+}
+# Flags that have no effect under the other strategies.
+_ONLY_FOR = {
+    ("servers", "server_bandwidth", "queueing"): ("parameter_server",),
+    ("overlap",): ("mirrored", "multi_worker"),
+    ("workers_per_machine", "bandwidth", "latency_secs"): ("parameter_server", "multi_worker"),
 }
 # The writer keeps two million gradients in memory at most.
 _FLUSH_GRADIENTS = 500_000
@@ -165,22 +174,47 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if rest:
         raise LaunchError(f"tfdist simulate takes flags only; see tfdist simulate --help. Received: {rest[0]!r}")
+    if values.json:
+        with contextlib.suppress(OSError):
+            pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
+        _files.check_writable(values.json, "--json")
     try:
+        _check_used(values)
         result = _simulate(values)
     except (ValueError, RuntimeError) as error:
-        raise LaunchError(_with_flags(str(error))) from None
+        raise LaunchError(_with_flags(str(error), values)) from None
     sys.stdout.write(f"{result}\n")
     if values.json:
-        pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
         _files.write(values.json, json.dumps(result.to_dict(), indent=2) + "\n")
     if values.log_dir:
         sys.stdout.write(f"update log: {write_log(result, values.log_dir)}\n")
     return 0
 
 
-def _with_flags(text: str) -> str:
+def _check_used(values: flags.FlagValues) -> None:
+    """Raises ValueError for a flag that would be ignored."""
+    for names, strategies in _ONLY_FOR.items():
+        for name in names:
+            if getattr(values, name) is not None and values.strategy not in strategies:
+                raise ValueError(
+                    f"--{name} has no effect here; leave it out, or use --strategy={' or '.join(strategies)}. "
+                    f"Received: --{name}={getattr(values, name)}, --strategy={values.strategy}"
+                )
+    if values.compute is not None and values.step_secs is not None:
+        raise ValueError(
+            "--compute is the time of a step already; leave --step_secs out. "
+            f"Received: --compute={values.compute}, --step_secs={values.step_secs}"
+        )
+
+
+def _with_flags(text: str, values: flags.FlagValues) -> str:
     """Returns an error's text with flags in place of the arguments of classes."""
-    return _OF_CLASSES.sub(r"--\1", text.replace("SparseTable(", "--sparse_table: ("))
+
+    def flag(found: re.Match[str]) -> str:
+        return f"--{found[1]}" if found[1] in values else found[0]
+
+    text = _OF_CLASSES.sub(r"--\1\2", text.replace("SparseTable(", "--sparse_table: ("))
+    return _ARGUMENT.sub(flag, text)
 
 
 def write_log(result: Result, log_dir: str) -> str:

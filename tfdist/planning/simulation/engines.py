@@ -227,11 +227,13 @@ def check_simulable(strategy: str, cluster: ClusterModel) -> None:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}. Received: strategy={strategy!r}")
     if strategy == MIRRORED and cluster.workers != 1:
         raise ValueError(
-            f"{MIRRORED} trains on the devices of one worker; use workers=1 and devices_per_worker=n. "
-            f"Received: workers={cluster.workers}"
+            f"{MIRRORED} trains on the devices of one worker; use ClusterModel(workers=1) and "
+            f"ClusterModel(devices_per_worker=...). Received: workers={cluster.workers}"
         )
     if strategy == PARAMETER_SERVER and not cluster.servers:
-        raise ValueError(f"{PARAMETER_SERVER} needs a parameter server; use servers=1 or more. Received: servers=0")
+        raise ValueError(
+            f"{PARAMETER_SERVER} needs a parameter server; use ClusterModel(servers=1), or more. Received: servers=0"
+        )
 
 
 def aggregation(strategy: str, composed: composition.Composition, replicas: int) -> Aggregation:
