@@ -59,6 +59,18 @@ def test_three_replicas_step_by_step():
     assert simulation.updates_per_sec == 0.4
 
 
+def _forgetting(name: str) -> type[tfdist.BackupWorkers]:
+    method = lambda self, *args: None  # noqa: E731
+    given = property(method) if name == "replicas_to_aggregate" else method
+    return type("Forgetting", (tfdist.BackupWorkers,), {name: given, "__module__": "own"})
+
+
+@pytest.mark.parametrize("name", ["replicas_to_aggregate", "accepts", "updated"])
+def test_own_policy_without_an_answer_is_named_in_one_line(name: str):
+    with pytest.raises(TypeError, match=rf"^Forgetting\.{name} must return [^\n]+\. Received: None$"):
+        simulate_policy(_forgetting(name)(spares=1), lambda replica, attempt: 1.0, 2, 3)
+
+
 def test_the_same_durations_give_the_same_simulation():
     def again() -> object:
         return simulate_policy(tfdist.BackupWorkers(spares="auto"), _lognormal(3), 200, 8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from tfdist.policies.records import (
@@ -24,10 +25,36 @@ from tfdist.policies.records import (
 
 # Makes the place of the last durations of a replica.
 _empty_window = functools.partial(collections.deque, maxlen=32)
+# Overridable methods with an answer. Without it no gradient would be accepted, or an error would name neither.
+_ANSWERS = {
+    "replicas_to_aggregate": "the number of gradients of an update",
+    "accepts": "True or False",
+    "state": "a dict",
+    "updated": "the Update that super().updated(time) returns",
+}
+
+
+def _answering(of: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if (found := method(*args, **kwargs)) is None:
+            raise TypeError(f"{of.__name__}.{name} must return {_ANSWERS[name]}. Received: None")
+        return found
+
+    return answer
 
 
 class Policy:
     """Base class of the objects in a strategy's `policies=[...]`. One object belongs to one strategy."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _ANSWERS.keys() & vars(cls).keys() if not cls.__module__.startswith("tfdist.") else ():
+            given = vars(cls)[name]
+            if isinstance(given, property) and given.fget is not None:
+                setattr(cls, name, property(_answering(cls, name, given.fget)))
+            elif callable(given):
+                setattr(cls, name, _answering(cls, name, given))
 
     def __init__(self) -> None:
         self._strategy = ""
@@ -113,7 +140,7 @@ class Aggregation(Policy):
     @property
     def replicas_to_aggregate(self) -> int:
         """Number of gradients that the current step's update needs."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.replicas_to_aggregate must return a number of gradients")
 
     @property
     def is_synchronous(self) -> bool:
