@@ -37,6 +37,16 @@ def test_a_time_limit_within_pre_kill_secs_is_refused(time, extra, env, shown):
     slurm_job.check_limit(time, extra, env, 0)
 
 
+@pytest.mark.parametrize(("time", "extra"), [("4h", ()), ("1:2:3:4", ()), ("", ("--time=soon",))])
+def test_a_time_limit_that_slurm_refuses_is_refused_with_its_forms(time, extra):
+    with pytest.raises(
+        requests.LaunchError, match=r"write minutes, hours:minutes:seconds, days-hours or .* Received: --"
+    ):
+        slurm_job.check_limit(time, extra, {}, 120)
+    for limit in ("90", "4:00:00", "1-12", "UNLIMITED", ""):
+        slurm_job.check_limit(limit, (), {}, 120)
+
+
 def test_a_job_with_a_time_limit_within_pre_kill_secs_is_refused():
     with pytest.raises(requests.LaunchError, match="Received: --time=1:00 "):
         slurm.SlurmJob(("train.py",), options={"time": "1:00"})

@@ -176,7 +176,7 @@ def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> list[str
         if name in values and not equals and not values[name].boolean:
             following = next(rest, None)
             if following is None or following.endswith(".py") or _name_in(values, following)[0]:
-                raise FlagError(f"the flag --{name} has no value; write --{name}=VALUE")
+                raise FlagError(f"the flag {argument} has no value; write {argument}=VALUE")
             found.append(following)
     return found
 
@@ -201,6 +201,8 @@ def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> s
     name = name.replace("-", "_")
     if _RENDEZVOUS.fullmatch(name):
         return f"unknown flag {written}; leave it away, because tasks learn from the launcher where they meet"
+    if name == "n" and "namespace" in values and not value.isdecimal():
+        return f"unknown flag -n; did you mean --namespace{value and f'={value}'}, or --num_workers?"
     if meant := _counterpart(name, values):
         # Tasks of each host, where there are several hosts, are not all workers.
         is_other = name in _OTHER_UNIT or (name == "nproc_per_node" and meant == "num_workers" and "port" in values)

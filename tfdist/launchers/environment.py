@@ -29,11 +29,13 @@ _LEVELS = {"info": "0", "warning": "1", "error": "2", "fatal": "3"}
 
 
 def define_flags(values: flags.FlagValues, has_communication: bool = True) -> None:
-    """Defines the flags that become variables of the tasks."""
+    """Defines the flags that become variables of the tasks; without communication, of TPUs."""
     if has_communication:
         text = "library that sums tensors of CPUs over the workers of MultiWorkerMirroredStrategy"
         flags.DEFINE_enum("communication", AUTO, list(KINDS), text, flag_values=values)
     text = "directory for tfdist.callbacks.Telemetry of every fit; without a value, logs/ and the time"
+    if not has_communication:
+        text = "not for TPUs, whose strategy is TensorFlow's: use keras.callbacks.TensorBoard in the script"
     # absl lets flags of this kind go without a value, and with one it may be any text.
     flags.DEFINE_flag(
         flags.Flag(_Directory(), flags.ArgumentSerializer(), "telemetry", None, text, boolean=True), values

@@ -38,6 +38,7 @@ from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, T
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+)", re.ASCII)
 _MINUTES = re.compile(r"\d+", re.ASCII)
+_NO_LIMIT = re.compile(r"|-1|infinite|unlimited", re.IGNORECASE)
 _OPTION = re.compile(r"(?:--time[= ]|-t ?)(.*)")
 # Environment variable of sbatch, which takes precedence over the #SBATCH lines of a batch script.
 LIMIT_VARIABLE = "SBATCH_TIMELIMIT"
@@ -85,10 +86,15 @@ def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kil
     """Checks that the time limit is longer than `pre_kill_secs`.
 
     Raises:
-      LaunchError: each run would get SIGTERM as soon as it starts.
+      LaunchError: each run would get SIGTERM as soon as it starts, or sbatch refuses the limit.
     """
     limit, text = effective_limit(time, extra, env)
     secs = secs_of_limit(limit)
+    if not any(form.fullmatch(limit.strip()) for form in (_MINUTES, _DAYS, _CLOCK, _NO_LIMIT)):
+        raise LaunchError(
+            "--time has a form that Slurm refuses; write minutes, hours:minutes:seconds, days-hours or "
+            f"days-hours:minutes:seconds, such as --time=4:00:00. Received: {text}"
+        )
     if pre_kill_secs and secs is not None and secs <= pre_kill_secs:
         raise LaunchError(
             f"--time is not longer than --pre_kill_secs, so each run would get SIGTERM as it begins; use a "

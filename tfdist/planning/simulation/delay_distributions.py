@@ -33,22 +33,23 @@ class DelayDistribution:
       name: name of the function.
       parameters: arguments of the function.
       mean: expected delay in seconds.
+      inverse: the quantile in seconds of a number in (0, 1) and the number of the attempt.
     """
 
     name: str
     parameters: Mapping[str, Any]
     mean: float = dataclasses.field(repr=False, compare=False)
-    _secs: Callable[[float, int], float] = dataclasses.field(repr=False, compare=False)
+    inverse: Callable[[float, int], float] = dataclasses.field(repr=False, compare=False)
 
     def quantile(self, uniform: float, attempt: int = 0) -> float:
         """Returns the delay in seconds that is exceeded with probability 1 - `uniform`, a number in (0, 1)."""
-        return self._secs(uniform, attempt)
+        return self.inverse(uniform, attempt)
 
     def draw(self, seed: int, replica: int, attempt: int) -> float:
         """Returns the delay of the `attempt`-th contribution (from 0) of `replica`, in seconds."""
         # A text seeds Python's generator alike in every process; a number computed from the three may collide.
         bits = random.Random(f"{seed}:{replica}:{attempt}").getrandbits(_BITS)
-        return self._secs((bits + 0.5) / 2**_BITS, attempt)
+        return self.inverse((bits + 0.5) / 2**_BITS, attempt)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the distribution as JSON data, such as {"distribution": "constant", "secs": 0.1}."""
