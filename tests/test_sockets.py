@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -156,9 +155,7 @@ def test_all_meet_while_a_flood_goes_on(secret: str):
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([b"tfdist met", b"tfdist x y z a"]), max_size=5))
 def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
     met: list[str] = []
-    answering = rendezvous.Answering.__new__(rendezvous.Answering)
-    answering._cluster, answering._secret, answering._on_met = TWO, b"a secret", met.append
-    conversation = answering._converse(mock.create_autospec(_sockets.Peer))
+    conversation = rendezvous.converse(TWO, b"a secret", met.append)
     next(conversation)
     with contextlib.suppress(StopIteration):
         for line in lines:

@@ -116,7 +116,7 @@ def test_an_address_that_leads_to_another_task_is_said():
 def listening(described: Cluster, secret: str = "") -> Iterator[tuple[tuple[str, int], list[str]]]:
     """A task that listens and waits: at which address, and whom it has met."""
     met: list[str] = []
-    with rendezvous.Answering(described, secret.encode(), met.append):
+    with rendezvous.answering(described, secret.encode(), met.append):
         yield ("127.0.0.1", int(described.address().rpartition(":")[2])), met
 
 

@@ -224,7 +224,6 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(
         (lambda: with_policy(generated.batch(4), "OFF"), "a Python generator may be the same on all or not"),
         (lambda: with_policy(pairs().batch(4), "HINT"), "AutoShardPolicy.HINT and without dataset.shard"),
         (lambda: with_policy(pairs().batch(4), "FILE"), "AutoShardPolicy.FILE needs a data set that reads files"),
-        (lambda: with_policy(lines(tmp_path, 1), "FILE"), "FILE needs .* the dataset only has 1 file"),
         (lambda: with_policy(pairs().batch(4), "OFF" if index() else "AUTO"), "must be given the same data set"),
         (
             lambda: pairs().take(20 + index()).batch(4),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -259,8 +258,7 @@ def test_data_that_are_not_watched_are_compared_by_what_makes_them(policy: Any, 
         for index, numbers in enumerate((NUMBERS, other)):
             dataset = of_arrays(numbers).with_options(options)
             agreement: Any = Worker(index, store)
-            with contextlib.suppress(ValueError):  # There are no files.
-                _shared_datasets.compare(dataset, agreement, False, is_apart=False, is_watched=is_file)
+            _shared_datasets.compare(dataset, agreement, False, is_apart=False, is_watched=is_file)
         assert capfd.readouterr().err.count("Those of the workers differ") == count
 
 

@@ -72,7 +72,7 @@ def meet(
     """
     others = [task for task in cluster.training_tasks if task != cluster.task]
     search = _Search(cluster, others, secret.encode(), mutual=True)
-    with Answering(cluster, secret.encode(), search.was_asked_by):
+    with answering(cluster, secret.encode(), search.was_asked_by):
         _complete(search, timeout_secs, every_secs, write or _log.say, clock, check)
 
 
@@ -144,49 +144,30 @@ def _nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
-def answers(address: str, timeout_secs: float) -> bool:
-    """Returns True if "host:port" accepts a connection."""
-    return _sockets.connection_error(address, timeout_secs) is None
+def answering(cluster: Cluster, secret: bytes, on_met: Callable[[str], None]) -> _sockets.LineServer:
+    """Returns a server on this task's port that identifies the task to callers."""
+    with _naming_address(cluster):
+        return _sockets.LineServer(_listener(cluster), lambda peer: converse(cluster, secret, on_met))
 
 
-class Answering:
-    """Server on this task's port that identifies the task to callers."""
-
-    def __init__(self, cluster: Cluster, secret: bytes, on_met: Callable[[str], None]) -> None:
-        self._cluster = cluster
-        self._secret = secret
-        self._on_met = on_met
-        self._server = _sockets.LineServer(_listener(cluster), self._converse)
-
-    def __enter__(self) -> Answering:
-        self._server.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._server.__exit__(*exception)
-
-    def _converse(self, peer: _sockets.Peer) -> _sockets.Conversation:
-        mine, nonce = str(self._cluster.task), _nonce()
-        words = (yield hello(self._cluster, nonce)).decode(errors="replace").split()
-        if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(self._cluster)]:
-            return
-        task, asked, proof = words[2:]
-        if not _sockets.is_proof(proof, self._secret, _PROTOCOL, "caller", task, mine, nonce, asked):
-            yield REFUSED
-            return
-        answer = _sockets.proof(self._secret, _PROTOCOL, "answering", task, mine, nonce, asked).hex()
-        if (yield f"{_MAGIC.decode()} {answer}\n".encode()) + b"\n" == MET:
-            self._on_met(task)
-            yield MET
+def converse(cluster: Cluster, secret: bytes, on_met: Callable[[str], None]) -> _sockets.Conversation:
+    """Identifies this task to a caller; `on_met` is called with the name of a task that has proved its own."""
+    mine, nonce = str(cluster.task), _nonce()
+    words = (yield hello(cluster, nonce)).decode(errors="replace").split()
+    if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(cluster)]:
+        return
+    task, asked, proof = words[2:]
+    if not _sockets.is_proof(proof, secret, _PROTOCOL, "caller", task, mine, nonce, asked):
+        yield REFUSED
+        return
+    answer = _sockets.proof(secret, _PROTOCOL, "answering", task, mine, nonce, asked).hex()
+    if (yield f"{_MAGIC.decode()} {answer}\n".encode()) + b"\n" == MET:
+        on_met(task)
+        yield MET
 
 
 def _listener(cluster: Cluster) -> socket.socket:
-    with _naming_address(cluster):
-        return _sockets.listen(_port(cluster))
-
-
-def _port(cluster: Cluster) -> int:
-    return _sockets.split_address(cluster.address())[1]
+    return _sockets.listen(_sockets.split_address(cluster.address())[1])
 
 
 @contextlib.contextmanager
@@ -197,7 +178,7 @@ def naming_port(cluster: Cluster | None) -> Iterator[None]:
     except Exception as error:
         if "Could not start gRPC server" in str(error) and cluster is not None and cluster.task in cluster.tasks:
             with _naming_address(cluster):
-                _sockets.listen(_port(cluster)).close()
+                _listener(cluster).close()
         raise
 
 

@@ -22,9 +22,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from tfdist import _forks
 
@@ -37,38 +37,6 @@ _END_SECS = 5.0
 _STRAY_SECS = 2.0
 # Timeout of one read from the channel, which can't be interrupted.
 _ASK_SECS = 0.2
-
-
-class Channel(Protocol):
-    """Key-value store between workers; implemented by `tfdist.engines.agreement.Agreement`."""
-
-    is_chief: bool
-    task: Any
-    tasks: Sequence[Any]
-
-    def publish(self, key: str, value: str) -> bool:
-        """Stores `value` under `key`; returns False if the key exists, or the store can't be reached any more."""
-        ...
-
-    def gather(self, value: Any, what: str) -> dict[Any, Any]:
-        """Returns the value (JSON data) of every worker; all workers call it at the same place."""
-        ...
-
-    def receive(self, key: str, timeout_secs: float) -> str | None:
-        """Waits for the value of `key`; returns None after the timeout.
-
-        Raises:
-          ConnectionError: the store can't be reached any more.
-        """
-        ...
-
-    def lost(self) -> Mapping[str, str]:
-        """Returns how other workers have failed, by name.
-
-        Raises:
-          ConnectionError: the store, which is the chief's, does not answer.
-        """
-        ...
 
 
 class Signals:
@@ -153,13 +121,13 @@ class Together(Alone):
     """Preemption of one of several workers, all of which save and end after the same step.
 
     Args:
-      channel: key-value store between the workers.
+      channel: key-value store between the workers: `tfdist.engines.agreement.Agreement`.
       name: unique name of this `fit`; the same on all workers.
       end: ends this process, if it does not end by itself.
       say: writes a line to the log.
     """
 
-    def __init__(self, channel: Channel, name: str, end: Callable[[], object], say: Callable[[str], object]) -> None:
+    def __init__(self, channel: Any, name: str, end: Callable[[], object], say: Callable[[str], object]) -> None:
         self._channel = channel
         self._name = name
         self._end = end

@@ -245,7 +245,7 @@ def _await_chief(
     waiting_since = last_seen = time.monotonic()
     while not (is_ours(mark.parent) and mark.exists()):
         now = time.monotonic()
-        if rendezvous.answers(chief, keepalive.POLL_SECS):
+        if _sockets.connection_error(chief, keepalive.POLL_SECS) is None:
             seen, last_seen = True, now
         elif is_asked_to_end.is_set() and (not seen or now - last_seen > _CHIEF_ENDED_SECS):
             return TRY_AGAIN_EXIT_CODE

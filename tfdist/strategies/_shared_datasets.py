@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfdist import _log
 from tfdist.compat.tensorflow import inputs
 from tfdist.engines.agreement import Agreement
-from tfdist.passes.dataset_graph import DatasetGraph, rebuild
+from tfdist.passes.dataset_graph import DatasetGraph
 from tfdist.passes.handle import DistributedDataset
 from tfdist.strategies import _common, _shared_calls
 
@@ -134,8 +134,6 @@ def compare(
     _check_lengths(of_all("batches"))
     if len({first for first, _ in of_all("fingerprint").values()}) > 1:
         _log.say(_OTHER_DATA)
-    if division is Division.TENSORFLOW and policy == _POLICY.FILE:
-        _check_files(dataset, len(found))
     return division
 
 
@@ -289,26 +287,6 @@ def explained() -> Iterator[None]:
         "dataset: AutoShardPolicy.FILE needs a data set that reads files, at least one for each worker; leave the "
         f"option away: each worker then reads all, and takes its part of each batch. Received: {reason}"
     )
-
-
-def _check_files(dataset: tf.data.Dataset, num_workers: int) -> None:
-    """Raises ValueError if there are fewer files than workers, which TensorFlow would find in a step.
-
-    The first worker's share counts the files when it is read. Data that need Python of this process are not read.
-    """
-    graph = DatasetGraph(dataset)
-    if graph.lives_in_python:
-        return
-    with explained():
-        share = tf.raw_ops.AutoShardDataset(
-            input_dataset=tf.data.experimental.to_variant(rebuild(graph.without_shuffles(), dataset.element_spec)),
-            num_workers=num_workers,
-            index=0,
-            auto_shard_policy=_POLICY.FILE.value,
-            output_types=[tf.variant],
-            output_shapes=[[]],
-        )
-        next(iter(tf.data.experimental.from_variant(share, dataset.element_spec)), None)
 
 
 def _fingerprint(dataset: tf.data.Dataset) -> list[str]:

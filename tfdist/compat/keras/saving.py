@@ -30,7 +30,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -79,31 +79,6 @@ _BACKUP_PATHS = (
 )
 
 
-class SavingAgreement(Protocol):
-    """Broadcast of results from the chief to the workers that train a model."""
-
-    @property
-    def is_chief(self) -> bool:
-        """True on the chief."""
-        ...
-
-    def from_chief(self, value: Callable[[], Any], what: str, detail: str = "") -> Any:
-        """Calls `value` on the chief only, and returns its result (JSON data) on every worker."""
-        ...
-
-    def from_chief_at(self, place: str, name: str, value: Callable[[], Any], what: str) -> Any:
-        """Like `from_chief`, in a call that the chief may also make alone."""
-        ...
-
-    def meet(self, call: str, what: str) -> None:
-        """Waits until all workers are in a call of the user's that only some may have."""
-        ...
-
-    def calling(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Within the block this worker is in a call of the user's, such as "model.save"."""
-        ...
-
-
 def write_by_chief() -> None:
     """Wraps what Keras writes files with, once per process.
 
@@ -137,8 +112,8 @@ def check_writers() -> list[str]:
     return problems
 
 
-def _agreement(model: Any) -> SavingAgreement | None:
-    """Returns the agreement of the workers that train this model; None if a single process trains it."""
+def _agreement(model: Any) -> Any:
+    """Returns the `engines.agreement.Agreement` of a model's workers; None if a single process trains it."""
     distribution = getattr(getattr(model, "distribute_strategy", None), "distribution", None)
     return distribution and distribution.agreement
 
@@ -225,7 +200,7 @@ def _saved(model: Any, call: str, filepath: Any, save: Callable[[Any], Any]) -> 
         return _save_together(agreement, model, filepath, save)
 
 
-def _save_together(agreement: SavingAgreement, model: Any, filepath: Any, save: Callable[[str], Any]) -> None:
+def _save_together(agreement: Any, model: Any, filepath: Any, save: Callable[[str], Any]) -> None:
     path = os.fspath(filepath)
     # Workers that save under names of their own number them, or have them in directories of their own.
     place, name = _place(model), re.sub(r"[0-9]+", "#", pathlib.PurePath(path).name)
