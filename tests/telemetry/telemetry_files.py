@@ -67,7 +67,7 @@ def scalars(log_dir: pathlib.Path, run: str) -> Scalars:
 
 
 def tags(log_dir: pathlib.Path) -> dict[str, set[tuple[str, str]]]:
-    """By run the tags and their kinds, without those of the HParams and Custom Scalars tabs."""
+    """By run the tags and their kinds, without those of the HParams tab."""
     found: dict[str, set[tuple[str, str]]] = collections.defaultdict(set)
     for run, _, value in values(log_dir):
         if value.tag.startswith("tfdist/"):

@@ -30,21 +30,6 @@ def test_hparams_are_read_by_tensorboards_own_classes() -> None:
     assert end.status == 1
 
 
-def test_the_layout_is_read_by_tensorboards_own_classes() -> None:
-    metadata = pytest.importorskip("tensorboard.plugins.custom_scalar.metadata")
-    from tensorboard.plugins.custom_scalar import layout_pb2
-
-    (value,) = summaries.charts()
-    assert value.tag == metadata.CONFIG_SUMMARY_TAG
-    assert value.metadata.plugin_data.plugin_name == metadata.PLUGIN_NAME
-    layout = layout_pb2.Layout.FromString(tf.make_ndarray(value.tensor).item())
-    found = {
-        category.title: {chart.title: list(chart.multiline.tag) for chart in category.chart}
-        for category in layout.category
-    }
-    assert found == summaries.LAYOUT
-
-
 def test_text_is_read_by_tensorboards_own_classes() -> None:
     metadata = pytest.importorskip("tensorboard.plugins.text.metadata")
     value = summaries.text("policy/changes", "spares 0 -> 1\n<b>")
@@ -67,8 +52,8 @@ def test_histograms_have_the_values() -> None:
     assert list(zip(histo.bucket_limit, histo.bucket, strict=True)) == [(-0.5, 0), (0.5, 5), (2.5, 1)]
 
 
-def test_charts_and_hparams_are_left_out_without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hparams_are_left_out_without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert summaries.charts() == summaries.session_start({"a": 1}) == summaries.session_end() == []
+    assert summaries.session_start({"a": 1}) == summaries.session_end() == []

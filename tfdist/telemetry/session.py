@@ -229,7 +229,7 @@ class Session:
             **distribution.sizes,
             **hparams,
         }
-        self.events.add("", 0, lambda: [*summaries.session_start(whole), *summaries.charts()])
+        self.events.add("", 0, lambda: summaries.session_start(whole))
         recorder.is_warming = distribution.is_warming
         recorder.sink, recorder.on_event = self._on_updates, self.event
         saving.listen_to_saves(self._on_save)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of TensorBoard's summaries: scalars, histograms, text, charts and hparams.
+"""Values of TensorBoard's summaries: scalars, histograms, text and hparams.
 
-The last two are protos of the package tensorboard; without it they are not written.
+The last are protos of the package tensorboard; without it they are not written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _log
 from tfdist.coordination.usage import Usage
 from tfdist.telemetry.histogram import Histogram
 from tfdist.telemetry.report import Tally, Times
@@ -68,25 +67,6 @@ def text(name: str, line: str) -> Any:
     return value
 
 
-def charts() -> list[Any]:
-    """Returns the layout of the Custom Scalars tab, of `LAYOUT`; a proto of tensorboard, [] where it is missing."""
-    try:
-        from tensorboard.plugins.custom_scalar import layout_pb2, summary
-    except ImportError:
-        return []
-    categories = [
-        layout_pb2.Category(
-            title=title,
-            chart=[
-                layout_pb2.Chart(title=name, multiline=layout_pb2.MultilineChartContent(tag=tags))
-                for name, tags in of_category.items()
-            ],
-        )
-        for title, of_category in LAYOUT.items()
-    ]
-    return _of_tensorboard(summary.pb(layout_pb2.Layout(category=categories)))
-
-
 def session_start(hparams: Mapping[str, str | float | bool]) -> list[Any]:
     """Returns the hyperparameters of a run for the HParams tab; a proto of tensorboard, [] where it is missing."""
     try:
@@ -111,29 +91,6 @@ def _of_tensorboard(summary: Any) -> list[Any]:
 
 
 # Scalars and histograms of one point of the Telemetry callback. docs/telemetry.md lists them.
-
-
-# Charts of the Custom Scalars tab: tags, which are the same in all runs.
-LAYOUT = {
-    f"{_log.PREFIX}speed": {
-        "loss": ["tfdist/logs/loss"],
-        "updates per second": ["tfdist/speed/updates_per_sec"],
-        "examples per second": ["tfdist/speed/examples_per_sec"],
-    },
-    f"{_log.PREFIX}time": {
-        "a gradient: median, 95th percentile, slowest worker": ["tfdist/time/step_secs.*"],
-        "parts of a step, medians": [
-            f"tfdist/time/{part}_secs" for part in ("input", "compute", "rest", "wait", "held")
-        ],
-        "all-reduce, mean": ["tfdist/time/reduce_secs"],
-    },
-    f"{_log.PREFIX}policy": {
-        "wait of an update": ["tfdist/wait/.*"],
-        "mean staleness": ["tfdist/staleness/mean"],
-        "gradients in an update": ["tfdist/policy/replicas_to_aggregate", "tfdist/policy/spares"],
-        "gradients per update": ["tfdist/gradients/.*"],
-    },
-}
 
 
 def job(
