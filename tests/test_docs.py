@@ -302,6 +302,7 @@ def test_chart_of_the_readme_shows_the_results() -> None:
         assert f">{label}</text>" in picture, "python benchmarks/charts.py"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_launch_line_of_the_readme_runs_the_quick_start(quick_start: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "train.py").write_text(quick_start)
@@ -413,14 +414,6 @@ def test_troubleshooting_explains_existing_messages() -> None:
 
 def test_the_quick_start_is_ten_lines(quick_start: str) -> None:
     assert len([line for line in quick_start.splitlines() if line.strip()]) <= 10
-
-
-@pytest.mark.slow  # `test_launch_line_of_the_readme_runs_the_quick_start` has the same program.
-@pytest.mark.processes
-def test_the_quick_start_runs_when_pasted(quick_start: str, tmp_path: pathlib.Path) -> None:
-    done = _run(["-i", "-q"], tmp_path, stdin=quick_start)
-    _assert_trained(done)
-    assert "SyntaxError" not in done.stderr
 
 
 def test_python_in_the_pages_can_be_compiled() -> None:

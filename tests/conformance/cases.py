@@ -345,10 +345,9 @@ _ragged = lambda p: tf.RaggedTensor.from_row_lengths(p[:, 0], tf.ones_like(p[:, 
 def _predictions(strategy: Any) -> list[Any]:
     """Dtypes that TensorFlow's collectives do not take, strings of several lengths, and ragged tensors."""
     kinds: dict[str, Callable[[Any], Any]] = {
-        **{kind: functools.partial(tf.cast, dtype=kind) for kind in ("bool", "uint8", "bfloat16", "complex128")},
+        **{kind: functools.partial(tf.cast, dtype=kind) for kind in ("bool", "bfloat16", "complex128")},
         "uint64": lambda p: tf.cast(p * 1e6, "uint64") * (1 << 40),
         "strings": lambda p: tf.strings.as_string(tf.cast(p**4, tf.int32)),
-        "ragged": _ragged,
         "ragged strings": lambda p: tf.strings.as_string(_ragged(p)),
     }
 
@@ -364,7 +363,7 @@ def _predictions(strategy: Any) -> list[Any]:
         model.compile()
     found = model.predict(X[:9], batch_size=batch_size(4), verbose=0)
     found = {kind: each.to_tensor() if kind.startswith("ragged") else each for kind, each in found.items()}
-    assert [str(found[kind].dtype) for kind in kinds][:5] == [*kinds][:5]
+    assert [str(found[kind].dtype) for kind in kinds][:4] == [*kinds][:4]
     numbers = {kind: np.asarray(each) for kind, each in found.items()}
     return [np.abs(each.astype("complex128" if kind == "complex128" else "float64")) for kind, each in numbers.items()]
 

@@ -43,8 +43,7 @@ class TestMultiWorker(Workers):
     # What comes from the data, and what goes to files and to other workers.
     quick = frozenset(
         {
-            *("single batches", "parts of two sizes"),
-            *("fewer examples than replicas, eagerly", "predictions of other dtypes"),
+            *("single batches", "parts of two sizes", "predictions of other dtypes"),
             *(
                 f"loop, {name}"
                 for name in (
@@ -59,9 +58,7 @@ class TestBackupWorkers(Workers):
     left_out = LOOPS
     logs_within = 0.1
     quick_tests = frozenset({"test_own_pipelines_of_uneven_parts_count_by_their_examples"})
-    quick = frozenset(
-        {"unknown length, steps_per_execution", "embedding, places", "order of the data", "transforms, identity, rows"}
-    )
+    quick = frozenset({"unknown length, steps_per_execution", "embedding, places", "transforms, identity, rows"})
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -78,8 +75,8 @@ class TestBackupWorkers(Workers):
 
 
 class TestParameterAveraging(AveragingEveryStep, Workers):
-    quick = frozenset({"steps_per_execution"})
-    # An average of weights asks no worker for examples: MirroredStrategy's tests have batches of too few.
+    # `test_parameter_averaging_workers.py` has its sums between processes.
+    quick = frozenset()
     quick_tests = frozenset()
 
     @pytest.fixture(scope="class")

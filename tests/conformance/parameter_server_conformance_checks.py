@@ -34,13 +34,11 @@ class TestAsynchronous(Conformance):
         *("order of the data", "parts of two sizes"),
     }
     # A step is that of one device here: these are about where its variables are, and how its results come back.
-    # `TestMirrored` has the other numbers, and `TestAggregated` what happens to parts of a batch.
+    # Suites on devices have the other numbers, and `TestAggregated` what happens to parts of a batch.
     quick = frozenset(
         {
-            *("compiled outside of the scope", "single batches", "sparse"),
-            *("restored with its optimizer before it is built", "metric that shows its variable"),
-            *("own functions, step decorated", "no run, in scope, graph, loss scale", "first call, without a seed"),
-            "loop, metrics_and_evaluation_within_the_loop",
+            *("sparse", "restored with its optimizer before it is built", "metric that shows its variable"),
+            *("first call, without a seed", "loop, metrics_and_evaluation_within_the_loop"),
         }
     )
     # `parameter_server_*checks.py` count what is read, and have callbacks, errors and own steps.

@@ -20,9 +20,8 @@ class TestServerParts(Conformance):
     # Two workers' dense gradients have one sum in any order.
     left_out = _Aggregated.left_out - {TRANSFORMS[2]}
     logs_within = _Aggregated.logs_within
-    # Where an operation runs depends on the parts of a step: `TestAggregated` has the others on one device each, and
-    # `TestSpanningDevices` has them in one process.
-    quick = frozenset({"accumulation, clipnorm, ema", TRANSFORMS[0]})
+    # `TestSpanningDevices` has the others in one process.
+    quick = frozenset({TRANSFORMS[0]})
     quick_tests = frozenset({"test_steps_on_single_batches"})
 
     @pytest.fixture(autouse=True)

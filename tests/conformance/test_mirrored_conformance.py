@@ -21,13 +21,15 @@ class TestMirrored(Conformance):
             *("decay, ema", "compiled outside of the scope", "sparse inputs, clipvalue", "sum loss"),
             "class weights, validation_split, steps_per_epoch",
             *("fewer examples than replicas", "metrics of one number, fewer examples than replicas"),
-            "loss one number, fewer examples than replicas",
+            *("fewer examples than replicas, eagerly", "loss one number, fewer examples than replicas"),
+            *("order of the data", "own functions, step decorated"),
             *("loss beside one of Keras", "losses of layers alone", "step average_by_tensorflow"),
         }
     )
-    # `TestAggregated` and `TestMultiWorker` have callbacks and counts, `test_overlapping_calls.py` calls that overlap.
+    # `TestMultiWorker` has counts, `test_overlapping_calls.py` calls that overlap.
     quick_tests = frozenset(
         {
+            "test_callbacks_stop_schedule_save_and_restore",
             "test_batch_of_another_size_than_a_stateful_layer_is_refused",
             "test_batch_of_several_first_dimensions_is_refused",
             "test_exception_in_the_step_keeps_its_type",

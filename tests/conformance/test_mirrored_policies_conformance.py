@@ -24,6 +24,8 @@ class TestBackupWorkers(Conformance):
         {
             *("accumulation, clipnorm, ema", "loss scale, accumulation", "embedding, places", "ragged"),
             *("step mean_by_hand, one over", "step of_both", "step with slices"),
+            # Logs of parts of different sizes.
+            *("dicts", "step tracked by other names", "metrics of one number, one over"),
         }
     )
     # `TestAggregated` has others with the same policy, or a policy has no part in them.
@@ -42,7 +44,7 @@ class TestBackupWorkers(Conformance):
 
 
 class TestParameterAveraging(AveragingEveryStep):
-    quick = frozenset({"sum loss, eagerly"})
+    quick = frozenset({"steps_per_execution", "sum loss, eagerly"})
     quick_tests = frozenset()
 
     @pytest.fixture(scope="class")

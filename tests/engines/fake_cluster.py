@@ -46,7 +46,6 @@ class FakeCluster:
         self._changed = threading.Condition()
         self._queue: collections.deque[tuple[Callable[..., None], tuple]] = collections.deque()
         self._gone: set[int] = set()
-        self._held: set[int] = set()
         self._done: Callable[[int], None] = lambda worker: None
         self._stopped = False
         self._threads = [threading.Thread(target=self._work, args=(index,)) for index in range(num_workers)]
@@ -109,18 +108,6 @@ class FakeCluster:
             self.lives[worker] += 1
             self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def holding(self, worker: int) -> Iterator[None]:
-        """Keeps a worker from taking closures, as while it builds its data again."""
-        with self._changed:
-            self._held.add(worker)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held.discard(worker)
-                self._changed.notify_all()
-
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
@@ -154,8 +141,7 @@ class FakeCluster:
 
     def _take(self, worker: int) -> tuple[Callable[..., None], tuple] | None:
         with self._changed:
-            unable = self.found_dead, self._held
-            self._changed.wait_for(lambda: (self._queue and not any(worker in u for u in unable)) or self._stopped)
+            self._changed.wait_for(lambda: (self._queue and worker not in self.found_dead) or self._stopped)
             return self._queue.popleft() if self._queue and not self._stopped else None
 
 

@@ -287,21 +287,6 @@ def test_after_fit_a_signal_does_what_it_did_before(tmp_path: pathlib.Path):
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.slow  # `test_after_fit_a_signal_does_what_it_did_before` raises, too.
-def test_a_fit_that_raises_leaves_nothing_for_the_next_one(tmp_path: pathlib.Path):
-    class Refuse(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Any = None) -> None:
-            raise CutOffError
-
-    before = signal.getsignal(signal.SIGTERM)
-    _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path)], epochs=3)
-    model = _model()
-    with pytest.raises(CutOffError):
-        _fit(model, "arrays", [tfdist.callbacks.Resume(tmp_path), Refuse()], epochs=4)
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert len(_fit(model, "arrays", [], epochs=2)["loss"]) == 2
-
-
 def test_another_model_or_other_data_are_refused(tmp_path: pathlib.Path):
     with pytest.raises(CutOffError):
         _fit(_model(), "arrays", [tfdist.callbacks.Resume(tmp_path, 5), CutOff(7)])
@@ -334,48 +319,6 @@ def test_it_wants_a_fit_that_is_running(tmp_path: pathlib.Path):
     resume.set_model(_model())
     with pytest.raises(RuntimeError, match="needs a running fit"):
         resume.on_train_begin()
-
-
-class TwoParts(keras.Model):
-    """Two optimizers, each with a part of the model, as GANs have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(1)
-
-    def build(self, shape: Any) -> None:
-        self.first.build(shape)
-        self.second.build((None, 4))
-        self.built = True
-
-    def compile(self, optimizer: Any, other: Any) -> None:
-        super().compile(optimizer=optimizer)
-        self.other = other
-
-    def call(self, x: Any) -> Any:
-        return self.second(self.first(x))
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x) - y) ** 2)
-        first, second = self.first.trainable_variables, self.second.trainable_variables
-        gradients = tape.gradient(loss, first + second)
-        self.optimizer.apply(gradients[: len(first)], first)
-        self.other.apply(gradients[len(first) :], second)
-        return {"loss": loss}
-
-
-@pytest.mark.slow  # Two optimizers are kept as one is.
-def test_optimizers_may_have_a_part_of_the_model(tmp_path: pathlib.Path):
-    def model() -> keras.Model:
-        keras.utils.set_random_seed(7)
-        made = TwoParts()
-        made.build((None, 4))
-        made.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9))
-        return made
-
-    _assert_resumed(tmp_path, model)
 
 
 def test_one_iterator_that_ends_with_the_epoch_is_gone_on_with(tmp_path: pathlib.Path):

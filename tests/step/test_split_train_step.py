@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from halves import NUM_PARTS, Halves, X, Y, assert_close, batches, dense, made, state
+from halves import Halves, X, Y, assert_close, batches, dense, made, state
 
 pytestmark = pytest.mark.devices
 
@@ -66,16 +66,6 @@ def test_gradients_of_float64_are_scaled_in_float64() -> None:
     plain.train_step((tf.constant(X[:7]), tf.constant(Y[:7])))
     Halves(halved)(X[:7], Y[:7])
     np.testing.assert_allclose(plain.get_weights()[0], halved.get_weights()[0], rtol=1e-13)
-
-
-@pytest.mark.slow  # `tests/conformance` has parts of known and of unknown sizes.
-def test_parts_of_one_known_size_need_no_weights() -> None:
-    plain, halved = made(optimizer="adam"), made(optimizer="adam")
-    halves = Halves(halved, size=9)
-    for x, y in batches()[:2]:
-        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
-    assert [float(each.weight) for each in halves.contribute(x, y)] == [1.0] * NUM_PARTS
-    assert_close(state(plain), state(halved))
 
 
 def test_nothing_is_written_before_the_update() -> None:

@@ -202,20 +202,6 @@ def test_in_the_warmup_phase_it_is_one_device_and_weights_scale_its_gradients(
     assert strategy.report().accepted == {"worker:0": 24 * 4, "worker:1": 0, "worker:2": 0, "worker:3": 0}
 
 
-@pytest.mark.slow  # `test_warmup_devices.py` has what follows the phase.
-@pytest.mark.parametrize("data", [shuffled, pytest.param(generator, marks=pytest.mark.slow)])
-def test_after_the_warmup_phase_all_take_part_in_the_same_fit(
-    with_policies: Policies, data: Callable[[], tf.data.Dataset]
-) -> None:
-    strategy = with_policies(tfdist.Warmup(epochs=2), tfdist.SoftSync(1))
-    model, accepted = counting(strategy), []
-    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: accepted.append(strategy.report().accepted))
-    history = model.fit(data(), epochs=4, verbose=0, callbacks=[note]).history
-    assert history["examples"] == [float(COUNT)] * 4
-    assert accepted[1] == {"worker:0": 2 * STEPS, "worker:1": 0, "worker:2": 0, "worker:3": 0}
-    assert all(accepted[3].values())
-
-
 @pytest.mark.slow
 def test_replicas_join_one_at_a_time(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.Warmup(steps=STEPS, ramp=True), tfdist.BackupWorkers(spares=1))

@@ -85,27 +85,3 @@ def test_statistics_of_layers_are_those_of_all_workers(strategy: Any) -> None:
     np.testing.assert_allclose(model.layers[0].moving_mean.numpy(), 0.5 * parts.mean((0, 1)), atol=1e-5)
     variance = 0.5 + 0.5 * parts.var(1).mean(0)
     np.testing.assert_allclose(model.layers[0].moving_variance.numpy(), variance, atol=1e-5)
-
-
-def weighted(batches: tf.data.Dataset) -> tf.data.Dataset:
-    return batches.map(lambda x, y: (x, y, tf.ones([3])))
-
-
-def generated() -> tf.data.Dataset:
-    specs = tf.TensorSpec((6,)), tf.TensorSpec((1,))
-    return tf.data.Dataset.from_generator(lambda: zip(X, Y, strict=True), output_signature=specs).batch(BATCH)
-
-
-@pytest.mark.slow  # `tests/conformance` has known sizes.
-@pytest.mark.parametrize(
-    "make",
-    [lambda: weighted(dataset().shuffle(9)), lambda: weighted(generated())],
-    ids=["read by workers", "from Python"],
-)
-def test_batch_of_unknown_different_sizes_is_refused_in_one_line(strategy: Any, make: Callable[[], Any]) -> None:
-    model = compiled(strategy, layers, "sgd")
-    before = model.get_weights()
-    with pytest.raises(ValueError, match=r"16 in batch\[1\], 3 in batch\[2\]$") as raised:
-        model.fit(make(), verbose=0)
-    assert "\n" not in str(raised.value)
-    tf.nest.map_structure(np.testing.assert_array_equal, model.get_weights(), before)

@@ -39,17 +39,6 @@ def test_other_threads_are_refused_during_a_fit(with_policies: Policies) -> None
     assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (4 * STEPS, 0)
 
 
-@pytest.mark.slow  # `test_fit_within_a_fit_counts_right_under_backup_workers` calls more.
-def test_callbacks_of_a_fit_may_evaluate_and_predict(with_policies: Policies) -> None:
-    strategy = with_policies(tfdist.SoftSync(1))
-    model, other = compiled(strategy), compiled(strategy)
-    for call in (_evaluate(other), _predict(model), _predict(other)):
-        meanwhile = during_fit(_fit(model), call, in_thread=False)
-        assert not meanwhile.error
-        assert meanwhile.result is not None
-    assert int(model.optimizer.iterations) == 3 * STEPS
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: tfdist.SoftSync(1), lambda: tfdist.BackupWorkers(spares=0)])
 def test_programs_own_closures_run_before_during_and_after_a_fit(

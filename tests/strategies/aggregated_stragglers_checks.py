@@ -110,14 +110,15 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
     # It is dropped when it comes, takes part again, and meanwhile has changed nothing.
     for one, other in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
-    fit(model, epochs=8)
-    after = strategy.report()
-    assert after.dropped[f"worker:{LAST}"] > between.dropped[f"worker:{LAST}"]
-    assert after.accepted[f"worker:{LAST}"] > between.accepted[f"worker:{LAST}"]
-    assert after.updates - before.updates == 9 * 12
-    assert sum(after.accepted.values()) - sum(before.accepted.values()) == 9 * 12 * 3
+    worker, epochs, after = f"worker:{LAST}", 1, between
+    while not (after.dropped[worker] > between.dropped[worker] and after.accepted[worker] > between.accepted[worker]):
+        fit(model)
+        epochs, after = epochs + 1, strategy.report()
+        assert epochs < 20
+    assert after.updates - before.updates == epochs * 12
+    assert sum(after.accepted.values()) - sum(before.accepted.values()) == epochs * 12 * 3
     # What is dropped does not cross the network.
-    assert len(pushed) == 9 * 12 * 3
+    assert len(pushed) == epochs * 12 * 3
 
 
 def test_the_number_of_spares_follows_the_delays(
@@ -202,11 +203,11 @@ def test_a_worker_killed_while_it_pushes_is_not_counted(
     model = compiled(strategy, metrics=None)
     waiting = at_next_push(monkeypatch, lambda: tfdist.testing.kill(strategy, f"worker:{LAST}"))
     before = strategy.report()
-    losses = fit(model, epochs=5)["loss"]
+    losses = fit(model, epochs=2)["loss"]
     assert not waiting
-    assert int(model.optimizer.iterations.numpy()) == 60
+    assert int(model.optimizer.iterations.numpy()) == 24
     after = strategy.report()
-    assert sum(after.accepted.values()) - sum(before.accepted.values()) == 3 * 60
+    assert sum(after.accepted.values()) - sum(before.accepted.values()) == 3 * 24
     assert losses[-1] < losses[0]
 
 
@@ -232,10 +233,10 @@ def test_a_gradient_that_is_not_delivered_is_given_up(
 
     waiting = at_next_push(monkeypatch, stop)
     try:
-        fit(model, epochs=4)
+        fit(model)
     finally:
         tfdist.testing.continue_task(strategy, f"worker:{LAST}")
         gc.enable()
     assert not waiting
-    assert int(model.optimizer.iterations.numpy()) == 12 + 48
+    assert int(model.optimizer.iterations.numpy()) == 2 * 12
     assert f"a gradient of worker:{LAST} was not delivered" in capfd.readouterr().err

@@ -8,21 +8,11 @@ from typing import Any
 import first_call_models
 import keras
 import pytest
-from first_call_models import Mixed
 
 
 @pytest.mark.slow
 def test_a_step_of_its_own_takes_batches_without_an_axis_of_examples(strategy: Any) -> None:
     first_call_models.assert_like_one_device(strategy, first_call_models.fitted_with_pairs)
-
-
-@pytest.mark.slow
-def test_layer_mixed_with_trainer_is_refused_xla(strategy: Any) -> None:
-    with strategy.scope():
-        model = Mixed()
-        model.compile("adam", "mse", jit_compile=True)
-    with pytest.raises(ValueError, match="jit_compile=True cannot hold"):
-        model.fit(first_call_models.X, first_call_models.Y, verbose=0)
 
 
 def test_a_model_made_outside_of_the_scope_is_named(strategy: Any) -> None:

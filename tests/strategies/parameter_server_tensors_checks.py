@@ -51,7 +51,7 @@ def _is_on_server(operation: tf.Operation) -> bool:
 
 
 def test_as_many_tensors_travel_however_many_small_layers_there_are(strategy: Any) -> None:
-    models = [_deep(strategy, num_layers) for num_layers in (3, 8)]
+    models = [_deep(strategy, num_layers) for num_layers in (3, 5)]
     for kind in ("train", "test"):
         steps = [getattr(model, f"{kind}_step") for model in models]
         programs = [

@@ -119,21 +119,6 @@ def test_a_plain_transfer_trains_as_on_one_device(
         assert_close(numbers(made(ALONE), size), numbers(made(spanning), size))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(lambda: tfdist.BoundedStaleness(bound=1), marks=pytest.mark.slow),
-        lambda: tfdist.SoftSync(updates=1),
-        pytest.param(lambda: tfdist.Warmup(epochs=1), marks=pytest.mark.slow),
-    ],
-)
-def test_asynchronous_policies_train(with_policies: Callable[..., Any], policy: Callable[[], Any]) -> None:
-    model = made(with_policies(policy()))
-    history = model.fit(IDS, Y, batch_size=8, epochs=4, verbose=0).history
-    assert history["loss"][-1] < history["loss"][0]
-
-
 @pytest.mark.slow  # `test_sharded_tables.py` has tables on one device each.
 def test_tables_in_shards_are_as_on_one_device(strategy: Any, with_policies: Callable[..., Any]) -> None:
     """The strategy of this cluster has a partitioner, which takes the large table alone."""

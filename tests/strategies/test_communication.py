@@ -103,8 +103,21 @@ def assert_close(one: Any, other: Any) -> None:
         assert one == pytest.approx(other, abs=2e-5, rel=2e-4)
 
 
-def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@needs_mpi
+@pytest.mark.parametrize(
+    "chosen",
+    # MPI sums in a step, in a step of several and in an eager one; what becomes of the sum is TensorFlow's matter.
+    [
+        pytest.param(CASES, id="all", marks=pytest.mark.slow),
+        pytest.param(["several steps at once", "eagerly"], id="each way"),
+    ],
+)
+def test_numbers_by_mpi_are_those_of_one_device(
+    chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi")
     # `multi_worker_checks.py` has the kinds that don't depend on who sums.
     kinds = slow_workers.KINDS if chosen == CASES else ("sum",)
     script = PREPARED + f"CHOSEN, TESTS, KINDS = {chosen!r}, {TESTS!r}, {kinds!r}\n" + EQUALITY + WHO_IS_SLOW
@@ -124,80 +137,29 @@ def check_numbers(kind: str, chosen: Sequence[str], tmp_path: pathlib.Path, monk
 @pytest.mark.timeout(300)
 @needs_mpi
 @pytest.mark.parametrize(
-    "chosen",
-    # MPI sums in a step, in a step of several and in an eager one; what becomes of the sum is TensorFlow's matter.
+    ("options", "alone"),
     [
-        pytest.param(CASES, id="all", marks=pytest.mark.slow),
-        pytest.param(["several steps at once", "eagerly"], id="each way"),
-    ],
-)
-def test_numbers_by_mpi_are_those_of_one_device(
-    chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    check_numbers("mpi", chosen, tmp_path, monkeypatch)
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "chosen",
-    # `tests/conformance` has these cases on two workers, which communicate by TensorFlow, and MPI has three above.
-    [pytest.param(CASES, id="all", marks=pytest.mark.slow)],
-)
-def test_numbers_by_tensorflow_are_those_of_one_device(
-    chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
-    check_numbers("tensorflow", chosen, tmp_path, monkeypatch)
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(300)
-@needs_mpi
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "BackupWorkers(spares=0)",
         # `test_compression.py` has an average by MPI; a warmup phase ends with a sum, too.
-        pytest.param("ParameterAveraging(every_steps=1)", marks=pytest.mark.slow),
-        pytest.param("Warmup(steps=2)", marks=pytest.mark.slow),
+        ("policies=[tfdist.BackupWorkers(spares=0)]", ""),
+        ("transforms=[T.identity('replica'), T.clip_by_global_norm(0.1)]", "global_clipnorm=0.1"),
     ],
+    ids=["policy", "transforms"],
 )
-def test_policies_sum_by_mpi_what_they_sum_by_tensorflow(
-    policy: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_changed_beside_sums_by_mpi_is_as_on_one_device(
+    options: str, alone: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    script = PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, policies=[tfdist.{policy}])")
-    script += 'report("found", trained(strategy, rows, words, lambda: SGD(0.1), {}, is_evaluated=False))\n'
-    found = {}
-    for kind in ("tensorflow", "mpi"):
-        monkeypatch.setenv("TFDIST_COMMUNICATION", kind)
-        (tmp_path / kind).mkdir()
-        first, second = process_cluster.run(script, tmp_path / kind, timeout_secs=140)
-        assert first == second
-        found[kind] = first["found"]
-    assert_close(found["mpi"], found["tensorflow"])
-
-
-def transformed_by_mpi(path: pathlib.Path, transforms: str, then: str = "") -> dict[str, Any]:
-    """What the first of two workers reports of a training with these transforms; the other one reports the same."""
-    path.mkdir()
-    script = PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, transforms=[{transforms}])")
-    script = "T = tfdist.transforms\n" + script
-    script += 'report("found", trained(strategy, rows, words, lambda: SGD(0.5), {}, is_evaluated=False))\n'
-    first, second = process_cluster.run(script + then, path, timeout_secs=140)
-    assert first["found"] == second["found"]
-    return first
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(300)
-@needs_mpi
-def test_transforms_after_a_sum_by_mpi_are_those_of_one_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi")
-    clipped = "lambda: SGD(0.5, global_clipnorm=0.1)"
-    alone = f'report("alone", trained(tf.distribute.get_strategy(), rows, words, {clipped}, {{}}, is_evaluated=False))'
-    transforms = "T.identity('replica'), T.clip_by_global_norm(0.1)"
-    found = transformed_by_mpi(tmp_path / "clipped", transforms, f"if index == 0:\n    {alone}\n")
-    assert_close(found["found"], found["alone"])
+    script = PREPARED.replace("(start_timeout_secs=60)", f"(start_timeout_secs=60, {options})")
+    script += f"""
+def of(scope, **clip):
+    return trained(scope, rows, words, lambda: SGD(0.5, **clip), {{}}, is_evaluated=False)
+report("found", of(strategy))
+if index == 0:
+    report("alone", of(tf.distribute.get_strategy(), {alone}))
+"""
+    first, second = process_cluster.run("T = tfdist.transforms\n" + script, tmp_path, timeout_secs=140)
+    assert first["found"] == second["found"]
+    assert_close(first["found"], first["alone"])
 
 
 @pytest.mark.slow  # `multi_worker_checks.py` tells a slow sum apart.

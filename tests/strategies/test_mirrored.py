@@ -222,15 +222,6 @@ def test_loss_of_any_reduction_trains_as_on_one_device(strategy, loss: Any):
     assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), loss=loss)
 
 
-@pytest.mark.slow  # The next but three is another line that is said once.
-def test_loss_of_all_examples_together_is_said_once(strategy, capfd):
-    with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", keras.losses.Dice())
-    model.fit(X, Y, batch_size=8, verbose=0)
-    assert capfd.readouterr().err.count("computes with all of them together") == 1
-
-
 def test_a_metric_that_is_no_sum_is_refused_before_it_trains(strategy):
     with strategy.scope():
         model = dense_model()
@@ -239,15 +230,6 @@ def test_a_metric_that_is_no_sum_is_refused_before_it_trains(strategy):
     with pytest.raises(ValueError, match="which is no sum"):
         model.fit(X, Y, batch_size=8, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 0
-
-
-@pytest.mark.slow  # `tests/step` looks at optimizers after a step.
-def test_optimizers_are_left_as_they_were(strategy):
-    with strategy.scope():
-        model = dense_model()
-        model.compile(OPTIMIZERS.Adam(0.01, clipnorm=1.0, gradient_accumulation_steps=2), "mse")
-    model.fit(X, Y, batch_size=8, verbose=0)
-    assert not {"apply", "_backend_apply_gradients", "_all_reduce_sum_gradients"} & vars(model.optimizer).keys()
 
 
 def test_data_without_batches_is_refused(strategy):

@@ -180,26 +180,6 @@ def test_a_shared_layer_has_one_place(strategy: tfdist.MirroredStrategy) -> None
     model.fit(X, Y, batch_size=8, verbose=0)
 
 
-@pytest.mark.slow  # `TestServerParts` of `tests/conformance` has a policy.
-@pytest.mark.parametrize(
-    "policy",
-    [
-        lambda: tfdist.BackupWorkers(spares=0),
-        # What they do to copies of variables is in `tests/conformance`.
-        pytest.param(lambda: tfdist.Warmup(epochs=1), marks=pytest.mark.slow),
-        pytest.param(lambda: tfdist.ParameterAveraging(2), marks=pytest.mark.slow),
-    ],
-)
-def test_policies_are_as_with_replicas_of_one_device(cpus: list[str], policy: Callable[[], Any]) -> None:
-    def train(count: int, place: Callable[[keras.Model], Any], **options: Any) -> list[np.ndarray]:
-        model = plain(tfdist.MirroredStrategy(cpus[:count], policies=[policy()], **options))
-        place(model)
-        model.fit(X, Y, batch_size=9, epochs=3, shuffle=False, verbose=0)
-        return [*model.get_weights(), *(np.array(each) for each in model.evaluate(X, Y, verbose=0))]
-
-    assert_close(train(2, lambda model: model), train(4, tfdist.split, devices_per_replica=2))
-
-
 # Bad input.
 
 

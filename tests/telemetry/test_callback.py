@@ -220,15 +220,6 @@ def test_beside_keras_tensorboard_it_writes_other_runs(cpus: list[str], tmp_path
     assert not telemetry_files.tags(tmp_path).keys() & {"train", "validation"}
 
 
-@pytest.mark.slow  # `test_beside_keras_tensorboard_it_writes_other_runs` has a writer.
-@pytest.mark.devices
-def test_beside_a_writer_of_the_users_own_it_writes_another_run(cpus: list[str], tmp_path: pathlib.Path) -> None:
-    with tf.summary.create_file_writer(str(tmp_path)).as_default():
-        tf.summary.scalar("own", 1.0, step=0)
-    fit(compiled(mirrored(cpus)), [tfdist.callbacks.Telemetry(tmp_path, update_freq=5)])
-    assert telemetry_files.tags(tmp_path).keys() == {"tfdist", "train"}
-
-
 @pytest.mark.slow
 @pytest.mark.devices
 def test_a_directory_that_vanishes_is_one_warning(
