@@ -224,7 +224,7 @@ class Conformance(Numbers):
         assert float(model.optimizer.learning_rate.numpy()) == 0.5
         with strategy.scope():
             loaded = keras.saving.load_model(tmp_path / "2.keras")
-        np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+        tf.nest.map_structure(np.testing.assert_array_equal, loaded.get_weights(), model.get_weights())
         assert int(loaded.optimizer.iterations.numpy()) == 12
         restored = callbacks.BackupAndRestore(tmp_path / "backup")
         rest = loaded.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[restored])
