@@ -70,7 +70,7 @@ _TABLES = (
     "test_partitioned_kernels_train_as_on_one_device",
     "test_tables_in_shards_train_save_and_restore_as_on_one_device",
 )
-_OVERLAPPING = ("test_calls_within_callbacks_work", "test_callbacks_of_a_fit_may_evaluate_and_predict")
+_OVERLAPPING = ("test_calls_within_callbacks_work",)
 _PLAIN_LOOPS = ("test_updates_with_workers_own_gradients_are_by_their_mean", "updated", "plainly_looped")
 _COMMON = ("test_gradients_that_are_the_same_on_all_workers_are_applied_once", "gradients_clipped_after_their_sum")
 _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
@@ -144,7 +144,7 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         '`reduction="sum"` or `"none"` in a loss': ("sum loss", "sum loss, eagerly"),
         "batch-level logs": (*_FIT, "test_own_train_step_keeps_its_logs"),
-        "train_on_batch, test_on_batch, predict_on_batch": (*_SINGLE, "test_single_batches_train_all_workers"),
+        "train_on_batch, test_on_batch, predict_on_batch": (*_SINGLE, "single batches"),
         "own `train_step`, `compute_loss`": (*_OWN_STEPS, "own compute_loss"),
         "loops without `strategy.run`: model, gradient tape, `optimizer.apply`": _PLAIN_LOOPS,
         "`model.compile` outside of the scope; optimizers, metrics and losses that were made there": (
