@@ -297,3 +297,10 @@ def test_one_file_of_all_workers_is_refused(method: str):
         compare_data(writing("both"), writing("both"))
     in_memory = tf.data.Dataset.range(8).cache().batch(4)
     assert compare_data(in_memory, in_memory) == {_shared_datasets.Division.DEALT}
+
+
+def test_too_few_files_are_told_in_one_line():
+    reason = "Could not apply FILE based sharding: the dataset only has 1 file(s), which is not enough"
+    raised = tf.errors.InvalidArgumentError(None, None, f"Graph execution error:\n\n{reason} for 2\n\t [[node]]")
+    found = str(_shared_datasets.explain(raised))
+    assert found.startswith("dataset: AutoShardPolicy.FILE needs") and found.endswith("the dataset only has 1 file(s)")

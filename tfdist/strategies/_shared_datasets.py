@@ -36,6 +36,8 @@ _WAIT_SECS, _LOOK_SECS = 5.0, 0.001
 # Operations that draw at random; those that choose and order examples draw the same on all workers.
 _DRAWING = re.compile(r"Random(?!Shuffle|Dataset|SeedGenerator)|Multinomial")
 _PYTHON = re.compile(r"PyFunc|GeneratorDataset")
+# TensorFlow's words for data that it can't divide by files.
+_NO_FILES = re.compile(r"the dataset only has \d+ file\(s\)|an unshardable source dataset")
 
 _UNORDERED = (
     "each worker has other examples, so predictions would not be in the order of the input; give all workers the same "
@@ -261,32 +263,25 @@ def _operations(dataset: tf.data.Dataset) -> tuple[bool, bool]:
     return _DRAWING.search(names) is not None, _PYTHON.search(names) is not None
 
 
-def explain(error: tf.errors.InvalidArgumentError) -> ValueError | None:
-    """Returns an error of one line if TensorFlow's is about batches that differ between workers, else None."""
-    found = re.search(rf"ValueError: ({_SAME[:50]}.*)", str(error))
-    return ValueError(found[1]) if found else None
+def explain(error: tf.errors.OpError) -> ValueError | None:
+    """Returns an error of one line if TensorFlow's is about data that differ or can't be divided, else None."""
+    if found := re.search(rf"ValueError: ({_SAME[:50]}.*)", str(error)):
+        return ValueError(found[1])
+    if found := _NO_FILES.search(str(error)):
+        return ValueError(
+            "dataset: AutoShardPolicy.FILE needs a data set that reads files, at least one for each worker; leave the "
+            f"option away: each worker then reads all, and takes its part of each batch. Received: {found[0]}"
+        )
+    return None
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Raises a ValueError of one line where TensorFlow can't divide a data set by its files."""
+    """Raises the error of `explain` in place of TensorFlow's."""
     try:
         yield
-    except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
-        reason = (
-            str(error)
-            .partition("}} ")[2]
-            .splitlines()[0]
-            .partition(". If you")[0][:200]
-            .removesuffix(" goo.gle/debugonly  ")
-            .strip()
-        )
-    else:
-        return
-    raise ValueError(
-        "dataset: AutoShardPolicy.FILE needs a data set that reads files, at least one for each worker; leave the "
-        f"option away: each worker then reads all, and takes its part of each batch. Received: {reason}"
-    )
+    except tf.errors.OpError as error:
+        raise explain(error) or error from None
 
 
 def _fingerprint(dataset: tf.data.Dataset) -> list[str]:
