@@ -53,7 +53,18 @@ class Halves:
         self.update = tf.function(self._update, autograph=False)
 
     def _contribute_as(self, part: int) -> Callable[..., ReplicaContribution]:
-        return lambda x, y: self.step.contribute(splitting.cut((x, y), part, NUM_PARTS), splitting.rows((x, y)))
+        templates = []
+
+        def pack(contribution: ReplicaContribution) -> list[tf.Tensor]:
+            templates.append(contribution)
+            return tf.nest.flatten(contribution, expand_composites=True)
+
+        def contribute(x: tf.Tensor, y: tf.Tensor) -> ReplicaContribution:
+            own, rows = splitting.cut((x, y), part, NUM_PARTS), splitting.rows((x, y))
+            flat = self.step.unless_empty(tf.distribute.get_strategy(), self.step.contribute, pack, own, rows)
+            return tf.nest.pack_sequence_as(templates[-1], flat, expand_composites=True)
+
+        return contribute
 
     def _update(self, contributions: list[ReplicaContribution]) -> Any:
         total = add_up(contributions)

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import own_models
 import pytest
 import tensorflow as tf
 from halves import Halves, X, Y, assert_close, batches, dense, made, state
@@ -123,6 +124,30 @@ def test_without_any_example_nothing_but_the_count_changes() -> None:
         np.testing.assert_array_equal(old, new)
     assert np.isfinite([*logs.values()]).all()
     assert int(model.optimizer.iterations.numpy()) == 1
+
+
+class _Refusing(keras.layers.Layer):
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        tf.debugging.Assert(tf.reduce_all(x > 0) & (tf.shape(x)[0] > 0), ["no value of the data"])
+        return tf.identity(x)
+
+
+def test_replicas_without_examples_run_no_layer() -> None:
+    def model() -> keras.Model:
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((3,)), _Refusing(), *layers])
+
+    def one(largest: own_models.Combined) -> keras.Model:
+        result = made(model, optimizer="adam", metrics=[largest])
+        largest.total.assign(-5.0)
+        return result
+
+    plain, halved = (one(own_models.Combined(lambda a, y: tf.maximum(a, tf.reduce_max(y)))) for _ in range(2))
+    halves = Halves(halved)
+    for row in (0, 1):
+        x, y = X[row : row + 1], Y[row : row + 1] - 2
+        assert_close(plain.train_step((tf.constant(x), tf.constant(y))), halves(x, y))
+    assert_close(state(plain), state(halved))
 
 
 def test_gradients_of_embeddings_stay_sparse() -> None:

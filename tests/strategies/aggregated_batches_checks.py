@@ -28,7 +28,7 @@ def test_rows_of_an_embedding_are_gathered_where_the_table_is(strategy: Any) -> 
     model = compiled(strategy, lambda: embedding(num_rows=5000), metrics=[["mae"], ["mse"]])
     model.fit([X, IDS], [Y, Y], batch_size=BATCH, verbose=0)
     (step,) = vars(model.train_function)["_tfdist_traced"].values()
-    operations = step.contribute.graph.get_operations()
+    operations = step._template.weight.graph.get_operations()
     gathered = [
         op for op in operations if op.type == "GatherV2" and "embedding" in op.name and "gradient" not in op.name
     ]

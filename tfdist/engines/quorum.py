@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -514,17 +515,22 @@ class QuorumStep:
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         (batch, total), input_secs = step_times.timed_read(iterator.get_next)
-        with self._as_replica(), losses.counted_as_one(self._strategy):
-            contribution = self._step.contribute(batch, total if tf.is_tensor(total) else None)
-        # The shape of the table must not be summed.
-        rows_only = [_without_shape(gradient) for gradient in contribution.gradients]
-        contribution = self._template = contribution._replace(gradients=rows_only)
-        flat = tf.nest.flatten(contribution, expand_composites=True)
+        pack = functools.partial(tf.nest.flatten, expand_composites=True)
+        batch_rows = total if tf.is_tensor(total) else None
+        with tf.device(self._device):
+            flat = self._step.unless_empty(self._strategy, self._computed, pack, batch, batch_rows)
         examples = splitting.rows(batch)
         # Computed after all other tensors, so that a read of the count waits for them.
         with tf.control_dependencies(flat):
             count = tf.cast(0 if examples is None else examples, tf.float64)
             return [tf.stack([count, input_secs]), *flat]
+
+    def _computed(self, batch: Any, batch_rows: tf.Tensor | None) -> contribution.ReplicaContribution:
+        with self._as_replica(), losses.counted_as_one(self._strategy):
+            found = self._step.contribute(batch, batch_rows)
+        # The shape of the table must not be summed.
+        self._template = found._replace(gradients=[_without_shape(gradient) for gradient in found.gradients])
+        return self._template
 
     @contextlib.contextmanager
     def _as_replica(self) -> Iterator[None]:

@@ -507,6 +507,13 @@ class RoundStep:
         return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))
 
     def _contribute(self, batch: Any) -> list[tf.Tensor]:
+        with tf.device(self._strategy.extended.worker_devices[0]):
+            return self._step.unless_empty(self._strategy, self._computed, self._packed, batch)
+
+    def _packed(self, contribution: ReplicaContribution) -> list[tf.Tensor]:
+        return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
+
+    def _computed(self, batch: Any, batch_rows: tf.Tensor | None) -> ReplicaContribution:
         worker = self._strategy.extended.worker_devices[0]
         contribute = placement.followed_by_strategy(self._strategy, self._step.contribute)
         with (
@@ -514,7 +521,7 @@ class RoundStep:
             self._transfer.contributing(self.model, worker),
             coordinated_variable.watched(self._step.written_past_keras),
         ):
-            contribution = contribute(batch)
+            contribution = contribute(batch, batch_rows)
         self._transfer.place()
         if self._encoding is not None:
             with self._as_replica(worker):
@@ -524,7 +531,7 @@ class RoundStep:
         with self._as_replica(worker):
             contribution = contribution._replace(gradients=self._rows.split(contribution.gradients))
         self._place(contribution)
-        return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
+        return contribution
 
     def _place(self, contribution: ReplicaContribution) -> None:
         """Chooses the devices of a contribution: those of the variables and shards, and the first one for the rest."""

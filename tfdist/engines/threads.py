@@ -316,21 +316,28 @@ class ThreadedStep:
     def _on_replica(self, replica: int) -> Callable[..., list[tf.Tensor]]:
         def contribute(*flat: tf.Tensor) -> list[tf.Tensor]:
             with tf.device(_HOST):
-                part, rows, whole = tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True), None, None
+                part, rows = tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True), None
                 if self._is_whole:
-                    part, rows, whole = splitting.cut(part, replica, len(self._devices)), splitting.rows(part), part
+                    part, rows = splitting.cut(part, replica, len(self._devices)), splitting.rows(part)
+            with tf.device(self._devices[replica]):
+                return self._step.unless_empty(self._strategy, compute, self._at_home, part, rows)
+
+        def compute(part: Any, rows: tf.Tensor | None) -> ReplicaContribution:
             with (
                 tf.device(self._devices[replica]),
                 tf.distribute.ReplicaContext(self._strategy, replica),
                 losses.counted_as_one(self._strategy),
             ):
-                compute = placement.followed_by_strategy(self._strategy, self._step.contribute)
-                contribution = self._template = compute(part, rows, whole)
-            flat = tf.nest.flatten(contribution, expand_composites=True)
-            self._homes = [self._home(tensor) for tensor in flat]
-            return [replicas.to_device(*each) for each in zip(flat, self._homes, strict=True)]
+                contribute = placement.followed_by_strategy(self._strategy, self._step.contribute)
+                contribution = self._template = contribute(part, rows)
+            self._homes = [self._home(each) for each in tf.nest.flatten(contribution, expand_composites=True)]
+            return contribution
 
         return contribute
+
+    def _at_home(self, contribution: ReplicaContribution) -> list[tf.Tensor]:
+        flat = tf.nest.flatten(contribution, expand_composites=True)
+        return [replicas.to_device(*each) for each in zip(flat, self._homes, strict=True)]
 
     def _home(self, tensor: tf.Tensor) -> str:
         """Returns the first replica's device for the part of the model that a tensor is of."""

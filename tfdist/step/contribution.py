@@ -20,7 +20,7 @@ class ReplicaContribution(NamedTuple):
       gradients: times `weight`, unless the loss is a sum over examples; one flat list for all optimizers, dense or
         `tf.IndexedSlices`.
       counts: increments of the variables in which metrics count.
-      states: the new values of other variables: floats (statistics of layers) times `weight`; integers (seeds), int64.
+      states: the new values of other variables times `weight`: floats (statistics of layers); integers (seeds), int64.
       logs: results of the step other than metrics, times `weight`, float32.
       weight: float32 scalar; the number of examples, or 1 where all replicas are known to have equally many.
       replicas: float32 scalar; 1.
@@ -36,6 +36,26 @@ class ReplicaContribution(NamedTuple):
     replicas: tf.Tensor
     applies: Sequence[tf.Tensor] = ()
     maxima: Sequence[tf.Tensor] = ()
+
+
+def nothing(like: ReplicaContribution, maxima: Sequence[tf.Tensor] = ()) -> ReplicaContribution:
+    """Returns the contribution of a replica without examples.
+
+    Args:
+      like: one of the same structure, dtypes and static shapes, maybe of another graph.
+      maxima: see `ReplicaContribution`.
+    """
+
+    def none(leaf: Any) -> Any:
+        if isinstance(leaf, tf.IndexedSlices):
+            shape = leaf.dense_shape
+            whole = None if shape is None else tf.constant(tf.get_static_value(shape), shape.dtype)
+            return tf.IndexedSlices(none(leaf.values), none(leaf.indices), whole)
+        # Only rows have an unknown number, which is 0 here.
+        return tf.zeros([size or 0 for size in leaf.shape.as_list()] if leaf.shape.rank else [], leaf.dtype)
+
+    zeros = tf.nest.map_structure(none, like._replace(maxima=()))
+    return zeros._replace(replicas=tf.constant(1.0), maxima=tuple(maxima))
 
 
 class RowsByShard(tf.IndexedSlices):
@@ -116,6 +136,15 @@ def _add_on(device: Any, parts: Sequence[Any]) -> Any:
         values = tf.concat([part.values for part in parts], 0)
         indices = tf.concat([part.indices for part in parts], 0)
         return tf.IndexedSlices(values, indices, parts[0].dense_shape)
+
+
+def of_shape(gradient: Any, variable: Any) -> Any:
+    """Returns a gradient that has its variable's shape, which the gradients of some operations don't say."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient.set_shape(variable.shape)
+        return gradient
+    shape = tf.constant(list(variable.shape), gradient.indices.dtype)
+    return tf.IndexedSlices(gradient.values, gradient.indices, shape)
 
 
 def times(gradient: Any, factor: Any) -> Any:

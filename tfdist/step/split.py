@@ -2,7 +2,7 @@
 """A Keras train step in two halves: the contribution of one replica, and the update from several contributions.
 
     contribute(batch)        on a replica: the user's train_step. It writes to no variable: the gradients and all
-                             intended writes are returned as a `ReplicaContribution`
+                             intended writes are returned as a `ReplicaContribution`. `unless_empty` calls it, or not
     add_up(contributions)    sums contributions; the engine chooses the method and the device
     update(total)            one update of the model, equal to the update of a single device with all examples
     logs(...)                the logs for Keras
@@ -32,12 +32,12 @@ import tensorflow as tf
 
 from tfdist import _log
 from tfdist.compat.keras import models, optimizers
-from tfdist.compat.tensorflow import variables
+from tfdist.compat.tensorflow import graphs, variables
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step import losses, one_replica, recording, replicas
-from tfdist.step.contribution import ReplicaContribution, RowsByShard, times
+from tfdist.step.contribution import ReplicaContribution, RowsByShard, nothing, of_shape, times
 from tfdist.step.gradients import Transforms
 from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, apply_if, capture
 from tfdist.step.step import Step
@@ -137,29 +137,72 @@ class SplitTrainStep:
                     f"{variable.path!r}"
                 )
 
-    def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None, whole: Any = None) -> ReplicaContribution:
+    def unless_empty(
+        self,
+        strategy: tf.distribute.Strategy,
+        compute: Callable[[Any, tf.Tensor | None], ReplicaContribution],
+        pack: Callable[[ReplicaContribution], list[tf.Tensor]],
+        batch: Any,
+        batch_rows: tf.Tensor | None = None,
+    ) -> list[tf.Tensor]:
+        """Returns a replica's flat contribution, which has weight 0 and no rows if its part of the batch is empty.
+
+        No layer runs then, not even on examples that are made up: a layer may refuse values it does not know. `compute`
+        is traced as a function of its own. In a branch, variables are not looked up, read and placed as elsewhere.
+
+        Args:
+          strategy: in whose scope it is traced.
+          compute: computes the contribution from these two arguments, by `contribute`; it enters the replica itself.
+          pack: returns the tensors of a contribution.
+          batch: see `contribute`.
+          batch_rows: likewise.
+        """
+        if self._total_num_replicas == 1 or not replicas.may_lack_examples([batch]):
+            return pack(compute(batch, batch_rows))
+        given, made = (batch, () if batch_rows is None else batch_rows), list[ReplicaContribution]()
+
+        def of_examples(*flat: tf.Tensor) -> list[tf.Tensor]:
+            part, total = tf.nest.pack_sequence_as(given, flat, expand_composites=True)
+            made.append(compute(part, total if tf.is_tensor(total) else None))
+            return pack(made[-1])
+
+        flat = tf.nest.flatten(given, expand_composites=True)
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in flat]
+        # Here, where what a worker has of a lookup table is captured: not in the branch.
+        call = graphs.bare_call(one_replica.trace(strategy, of_examples, specs))
+        rows: Any = splitting.rows(batch)
+        # A list of one is returned as its element.
+        return tf.nest.flatten(
+            tf.cond(rows > 0, lambda: call(*flat), lambda: pack(nothing(made[-1], self._extremes())))
+        )
+
+    def _extremes(self) -> list[tf.Tensor]:
+        """Returns the current values of the states that are maxima or minima, as `ReplicaContribution.maxima`."""
+        extremes = [each for each in self._layout.states if each.mode in (recording.MAXIMUM, recording.MINIMUM)]
+        values = [(tf.convert_to_tensor(each.variable), each.mode) for each in extremes]
+        return [value if mode == recording.MAXIMUM else -value for value, mode in values]
+
+    def contribute(self, batch: Any, batch_rows: tf.Tensor | None = None) -> ReplicaContribution:
         """Computes a replica's contribution from its part of the batch; call it in a graph, in replica context.
 
         Args:
-          batch: the replica's part.
+          batch: the replica's part, with an example.
           batch_rows: int64 scalar, the number of examples in all parts together, if known. Without it the metrics of
             losses that are sums differ from those of one device.
-          whole: all parts together, if known, of which a replica without examples computes with one.
 
         Raises:
           TraceAgain: the step has to be traced anew; see `settled`.
         """
         before, self._layout = self._layout, _Layout()
         try:
-            return self._contributed(batch, batch_rows, whole)
+            return self._contributed(batch, batch_rows)
         except BaseException:
             # Other contributions, and the updates from them, were traced with that one.
             self._layout = before
             raise
 
-    def _contributed(self, batch: Any, batch_rows: tf.Tensor | None, whole: Any) -> ReplicaContribution:
+    def _contributed(self, batch: Any, batch_rows: tf.Tensor | None) -> ReplicaContribution:
         layout = self._layout
-        is_filled = self._may_be_empty(batch)
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
@@ -173,33 +216,25 @@ class SplitTrainStep:
             changed += one_replica.without_others(self._step.name, self._total_num_replicas, self._say_once)
         with optimizers.patched_attributes(changed), scope:
             models.forget_added(self.model)
-            # Keras represents None as an empty Optional.
-            batch_given = replicas.filled(batch, [] if whole is None else [whole]) if is_filled else batch
-            # As Keras traces it.
-            result = tf.autograph.experimental.do_not_convert(self._step.function)(
-                handles.without_optionals(batch_given)
-            )
+            # As Keras traces it, which represents None as an empty Optional.
+            result = tf.autograph.experimental.do_not_convert(self._step.function)(handles.without_optionals(batch))
             self._notice_summaries()
         if by_examples:
             self._findings.ask_without(by_examples.mixed())
             layout.by_examples = by_examples.variables()
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
-        is_counted = rows > 0 if is_filled and rows is not None else None
-        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight, is_counted)
-        factor = weight
+        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
         self._are_sums = batch_rows is None and not self._is_even and losses.are_sums(self.model)
-        if self._are_sums:
-            factor = 1.0 if is_counted is None else tf.cast(is_counted, tf.float32)
+        factor = 1.0 if self._are_sums else weight
         gradients = [
             gradient
             for call in layout.applied
             for gradient in self._transforms.on_replica(
                 call.optimizer,
-                call.gradients(),
+                [*map(of_shape, call.gradients(), call.trained())],
                 call.trained(),
                 with_arrival=not self._arrives_at_update,
-                counts=is_counted,
                 contributors=self._total_num_replicas,
                 examples=rows,
             )
@@ -240,9 +275,6 @@ class SplitTrainStep:
             return None
         return losses.CountedByExamples(batch, self._total_num_replicas, self._findings.mixed)
 
-    def _may_be_empty(self, batch: Any) -> bool:
-        return self._total_num_replicas > 1 and replicas.may_lack_examples([batch])
-
     def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
         """Returns the initial values of the variables (zero for metrics' sums), and of other states by variable id."""
         metrics = [variable for metric in self.model.metrics for variable in metric.variables]
@@ -261,7 +293,6 @@ class SplitTrainStep:
         scope: Recording,
         begun_with: dict[int, tf.Tensor],
         weight: Any,
-        is_counted: tf.Tensor | None,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
         """Sorts writes into counts, states and maxima.
 
@@ -270,16 +301,11 @@ class SplitTrainStep:
           scope: where they were recorded.
           begun_with: values before the step by variable id.
           weight: of the replica's means.
-          is_counted: whether the replica has examples, if it may have none.
         """
         counts, new_states, maxima = [], [], []
         metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
         for variable, value, position in writes:
             mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
-            if is_counted is not None and mode != "mean":
-                value = tf.where(
-                    is_counted, value, tf.zeros_like(value) if mode == "count" else scope.start_of(variable)
-                )
             if mode == "count":
                 self._layout.counters.append(variable)
                 counts.append(value)
@@ -539,7 +565,7 @@ class StateWrite:
 
 def summable(value: tf.Tensor, weight: Any) -> tf.Tensor:
     """Returns a value that can be summed over replicas."""
-    return times(value, weight) if value.dtype.is_floating else tf.cast(value, tf.int64)
+    return times(value, weight) if value.dtype.is_floating else tf.cast(value, tf.int64) * tf.cast(weight, tf.int64)
 
 
 def change(value: tf.Tensor, before: tf.Tensor | None) -> tf.Tensor:
@@ -554,15 +580,14 @@ def moved(variable: Any, change: tf.Tensor, total: ReplicaContribution) -> tf.Te
     now = tf.convert_to_tensor(variable)
     if change.dtype.is_floating:
         return now + tf.cast(tf.math.divide_no_nan(change, tf.cast(total.weight, change.dtype)), now.dtype)
-    return tf.cast(tf.cast(now, tf.int64) + change // tf.cast(total.replicas, tf.int64), now.dtype)
+    return tf.cast(tf.cast(now, tf.int64) + change // tf.maximum(tf.cast(total.weight, tf.int64), 1), now.dtype)
 
 
 def mean(variable: Any, value: tf.Tensor, total: ReplicaContribution) -> tf.Tensor:
     """Returns the mean of a state over the replicas' examples."""
-    dtype = tf.as_dtype(variable.dtype)
-    if value.dtype.is_floating:
-        average = tf.math.divide_no_nan(value, tf.cast(total.weight, value.dtype))
-        # Contributions without examples leave the value unchanged.
-        return tf.cast(tf.where(total.weight > 0, average, tf.cast(tf.convert_to_tensor(variable), value.dtype)), dtype)
+    weight = tf.cast(total.weight, value.dtype)
     # Seeds and counts: all replicas of a step begin with the same value, and end with the same value.
-    return tf.cast(value // tf.cast(total.replicas, value.dtype), dtype)
+    average = tf.math.divide_no_nan(value, weight) if value.dtype.is_floating else value // tf.maximum(weight, 1)
+    # Contributions without examples leave the value unchanged.
+    unchanged = tf.cast(tf.convert_to_tensor(variable), value.dtype)
+    return tf.cast(tf.where(total.weight > 0, average, unchanged), variable.dtype)
