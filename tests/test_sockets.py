@@ -127,6 +127,17 @@ def test_strangers_that_use_up_all_descriptors_keep_no_task_out():
         assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
 
 
+def test_a_flood_from_one_host_ends_no_connection_of_another():
+    with serving() as address, contextlib.ExitStack() as stack:
+        oldest = stack.enter_context(socket.create_connection(address, 30, source_address=("127.0.0.2", 0)))
+        for _ in range(_sockets.MOST_PEERS + 20):
+            stranger = stack.enter_context(socket.create_connection(address, 30))
+            assert stranger.recv(100) == b"hello\n"
+        assert oldest.recv(100) == b"hello\n"
+        oldest.sendall(b"here\n")
+        assert oldest.recv(100) == b"here\n"
+
+
 @pytest.mark.parametrize("secret", ["", "a secret"])
 def test_all_meet_while_a_flood_goes_on(secret: str):
     over = threading.Event()

@@ -24,12 +24,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any
 
 from tfdist import _forks
 
-T = TypeVar("T")
 # Yields each line to send, or b"", and receives the peer's next line. Once it has returned, the peer closes first.
 Conversation = Generator[bytes, bytes, None]
 
@@ -345,8 +344,14 @@ class LineServer:
         return [peer for peer in self._peers if peer._until != math.inf]
 
     def _make_room(self, reason: str) -> None:
+        """Closes the oldest connection of a stranger from the host with the most of them.
+
+        So a flood from one host closes no connection of another host. A task on the flooding host is still served if it
+        completes its conversation before `MOST_PEERS` newer connections.
+        """
         if strangers := self._strangers():
-            self.drop(to_give_way(strangers, [peer.host for peer in strangers]), reason)
+            ((host, _),) = collections.Counter(peer.host for peer in strangers).most_common(1)
+            self.drop(next(peer for peer in strangers if peer.host == host), reason)
 
     def _receive(self, peer: Peer) -> None:
         try:
@@ -379,21 +384,3 @@ class LineServer:
             self.drop(peer)
         elif line:
             self.send(peer, line)
-
-
-def to_give_way(peers: Iterable[T], hosts: Iterable[str]) -> T:
-    """Returns the connection to close for a newer one: the oldest one from the host with the most connections.
-
-    So a flood from one host closes no connection of another host. A task on the flooding host is still served if it
-    completes its conversation before `MOST_PEERS` newer connections.
-
-    Args:
-      peers: at least one connection, the oldest first.
-      hosts: the host of each connection.
-    """
-    first: dict[str, T] = {}
-    count: collections.Counter[str] = collections.Counter()
-    for peer, host in zip(peers, hosts, strict=True):
-        first.setdefault(host, peer)
-        count[host] += 1
-    return first[count.most_common(1)[0][0]]

@@ -284,12 +284,6 @@ def test_a_flood_of_strangers_is_a_few_lines():
         assert "more than 128 strangers" in running.lines[0]
 
 
-def test_those_who_give_way_are_from_the_address_that_has_most():
-    strangers, hosts = ["a1", "b1", "b2", "a2", "b3"], ["a", "b", "b", "a", "b"]
-    assert _sockets.to_give_way(strangers, hosts) == "b1"
-    assert _sockets.to_give_way(["a1"], ["a"]) == "a1"
-
-
 # Losses.
 
 
