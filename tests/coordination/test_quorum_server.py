@@ -313,6 +313,17 @@ def test_the_loss_of_the_server_is_an_error():
             running.clients[1].wait(1, 0)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_the_policy_blames_no_worker():
+    with job(2, spares=1) as running:
+        running.server._policy.accepts = lambda replica, secs: 1 / 0  # type: ignore[method-assign]
+        running.contribute(1, 0)
+        for client in running.clients:
+            with pytest.raises(ConnectionError, match="is gone: it closed the connection"):
+                client.wait(1, 0)
+            assert not client.lost
+
+
 def test_a_silent_server_is_an_error():
     """One that accepts, proves who it is, and then says nothing any more."""
     done = threading.Event()

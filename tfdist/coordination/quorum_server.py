@@ -285,6 +285,7 @@ class QuorumServer:
         self._heard: dict[int, float] = {}
         self._num_refused = 0
         self._lost: set[int] = set()
+        self._has_failed = False
         # By worker: the step that Keras requested last, the step that it computes, and the number of examples in an
         # accepted contribution.
         self._wanted: dict[int, int] = {}
@@ -332,10 +333,14 @@ class QuorumServer:
                 # A worker with another secret then fails at once instead of trying again.
                 self._server.send(peer, REFUSAL)
             self._server.drop(peer, str(error))
+        except Exception:
+            # An error of the policy ends the server. The worker is not lost, and must not be blamed.
+            self._has_failed = True
+            raise
         finally:
             if worker is None:
                 self._refused(peer)
-            elif not self._server.is_closing:
+            elif not self._server.is_closing and not self._has_failed:
                 del self._clients[worker]
                 self._lost.add(worker)
                 # Not logged, because workers leave one after the other at the end of the program. A worker that waits

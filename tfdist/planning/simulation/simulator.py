@@ -221,7 +221,7 @@ def _check_composed(composed: composition.Composition, codec: CodecModel | None,
     if (composed.compression is None) != (codec is None):
         raise ValueError(
             "simulate(codec=...) is the cost of the codec of tfdist.Compression: give both, or none. "
-            f"Received: {composed.compression!r}, codec={codec!r}"
+            f"Received: {composed.compression or 'no Compression'!s}, codec={codec!r}"
         )
     if composed.warmup is not None and composed.warmup.unit == "epochs" and not steps_per_epoch:
         raise ValueError(f"{composed.warmup!r}: simulate(steps_per_epoch=...) must say how long an epoch is")
