@@ -51,7 +51,6 @@ def meet(
     *,
     every_secs: float = 10.0,
     write: Callable[[str], object] | None = None,
-    clock: Callable[[], float] = time.monotonic,
     check: Callable[[], object] = lambda: None,
     secret: str = "",
 ) -> None:
@@ -62,7 +61,6 @@ def meet(
       timeout_secs: how long to wait.
       every_secs: interval of the lines that name the missing tasks.
       write: takes such a line; standard error by default.
-      clock: returns the time in seconds.
       check: called at least twice a second; may raise to end the wait.
       secret: shared secret of the job; "" for none.
 
@@ -73,7 +71,7 @@ def meet(
     others = [task for task in cluster.training_tasks if task != cluster.task]
     search = _Search(cluster, others, secret.encode(), mutual=True)
     with answering(cluster, secret.encode(), search.was_asked_by):
-        _complete(search, timeout_secs, every_secs, write or _log.say, clock, check)
+        _complete(search, timeout_secs, every_secs, write or _log.say, check)
 
 
 def reach(
@@ -83,7 +81,6 @@ def reach(
     *,
     every_secs: float = 10.0,
     write: Callable[[str], object] | None = None,
-    clock: Callable[[], float] = time.monotonic,
     check: Callable[[], object] = lambda: None,
     name: str | None = None,
 ) -> None:
@@ -95,14 +92,13 @@ def reach(
       timeout_secs: how long to wait.
       every_secs: interval of the lines that name the missing tasks.
       write: takes such a line; standard error by default.
-      clock: returns the time in seconds.
       check: called at least twice a second; may raise to end the wait.
       name: name of the waiting process in these lines, if it is no task of the cluster.
 
     Raises:
       TimeoutError: tasks are still missing. The message names them and the reasons.
     """
-    _complete(_Search(cluster, tasks), timeout_secs, every_secs, write or _log.say, clock, check, name)
+    _complete(_Search(cluster, tasks), timeout_secs, every_secs, write or _log.say, check, name)
 
 
 def _complete(
@@ -110,15 +106,14 @@ def _complete(
     timeout_secs: float,
     every_secs: float,
     write: Callable[[str], object],
-    clock: Callable[[], float],
     check: Callable[[], object],
     name: str | None = None,
 ) -> None:
-    start = said = clock()
+    start = said = time.monotonic()
     with search:
-        while not search.wait(min(_CHECK_SECS, every_secs, max(0.0, start + timeout_secs - clock()))):
+        while not search.wait(min(_CHECK_SECS, every_secs, max(0.0, start + timeout_secs - time.monotonic()))):
             check()
-            now, reasons = clock(), search.missing()
+            now, reasons = time.monotonic(), search.missing()
             missing = ", ".join(f"{task} at {search.cluster.address(task)} ({why})" for task, why in reasons.items())
             if now - start >= timeout_secs:
                 raise TimeoutError(
@@ -131,17 +126,10 @@ def _complete(
                 write(f"tfdist {name or search.cluster.task}: waiting for {missing}; {waited}")
 
 
-def _digest(cluster: Cluster) -> str:
-    return digest_of(cluster.training_tasks)
-
-
 def hello(cluster: Cluster, *words: str) -> bytes:
     """Returns this task's line that names its cluster and itself, followed by `words`."""
-    return b" ".join([_MAGIC, _digest(cluster).encode(), str(cluster.task).encode(), *map(str.encode, words)]) + b"\n"
-
-
-def _nonce() -> str:
-    return secrets.token_hex(_NONCE_BYTES)
+    said = _MAGIC.decode(), digest_of(cluster.training_tasks), str(cluster.task), *words
+    return f"{' '.join(said)}\n".encode()
 
 
 def answering(cluster: Cluster, secret: bytes, on_met: Callable[[str], None]) -> _sockets.LineServer:
@@ -152,9 +140,9 @@ def answering(cluster: Cluster, secret: bytes, on_met: Callable[[str], None]) ->
 
 def converse(cluster: Cluster, secret: bytes, on_met: Callable[[str], None]) -> _sockets.Conversation:
     """Identifies this task to a caller; `on_met` is called with the name of a task that has proved its own."""
-    mine, nonce = str(cluster.task), _nonce()
+    mine, nonce = str(cluster.task), secrets.token_hex(_NONCE_BYTES)
     words = (yield hello(cluster, nonce)).decode(errors="replace").split()
-    if len(words) != 5 or words[:2] != [_MAGIC.decode(), _digest(cluster)]:
+    if len(words) != 5 or words[:2] != [_MAGIC.decode(), digest_of(cluster.training_tasks)]:
         return
     task, asked, proof = words[2:]
     if not _sockets.is_proof(proof, secret, _PROTOCOL, "caller", task, mine, nonce, asked):
@@ -281,7 +269,7 @@ def ask(cluster: Cluster, task: Task, secret: bytes = b"") -> str | None:
 
 def _prove(connection: socket.socket, cluster: Cluster, task: Task, secret: bytes, nonce: str) -> bool:
     """Proves this task's identity; returns True if the other task has proved its own."""
-    mine, own = str(cluster.task), _nonce()
+    mine, own = str(cluster.task), secrets.token_hex(_NONCE_BYTES)
     claim = _sockets.proof(secret, _PROTOCOL, "caller", mine, str(task), nonce, own)
     connection.sendall(hello(cluster, own, claim.hex()))
     words = _read_line(connection).decode(errors="replace").split()
@@ -304,6 +292,6 @@ def judge(answer: bytes, cluster: Cluster, task: Task) -> str | None:
     if not answer.startswith(_MAGIC):
         return _SERVING
     words = answer.decode(errors="replace").split()
-    if len(words) != 4 or words[1] != _digest(cluster):
+    if len(words) != 4 or words[1] != digest_of(cluster.training_tasks):
         return "belongs to a cluster of other tasks: its TF_CONFIG differs"
     return None if words[2] == str(task) else f"the task there says that it is {words[2][:40]!r}"
