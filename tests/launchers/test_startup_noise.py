@@ -97,8 +97,8 @@ def test_tasks_that_import_tensorflow_show_what_they_print(tmp_path: pathlib.Pat
     script = tmp_path / "train.py"
     script.write_text("import tensorflow as tf; tf.config.list_logical_devices(); print('here')")
     env = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
-    command = [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=2", str(script)]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=1", str(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-    assert sorted(done.stdout.splitlines()) == ["[worker:0] here", "[worker:1] here"]
-    # They build no strategy.
+    assert done.stdout.splitlines() == ["[worker:0] here"]
+    # It builds no strategy.
     assert [line for line in done.stderr.splitlines() if "no task has joined the cluster" not in line] == []
