@@ -45,7 +45,7 @@ def _averaged() -> tfdist.transforms.GradientTransform:
     return tfdist.transforms.GradientTransform(lambda variables: [tf.zeros(v.shape) for v in variables], update)
 
 
-def _train(given: list[Any], callbacks: list[Any], jobs: str = "shuffled") -> tuple[list[np.ndarray], Any]:
+def _train(given: list[Any], callbacks: list[Any]) -> tuple[list[np.ndarray], Any]:
     keras.utils.set_random_seed(7)
     is_transform = [isinstance(each, tfdist.transforms.GradientTransform) for each in given]
     policies, transforms = (
@@ -55,51 +55,32 @@ def _train(given: list[Any], callbacks: list[Any], jobs: str = "shuffled") -> tu
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    if jobs == "arrays":
-        history = model.fit(X, Y, batch_size=8, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-    else:
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(90, seed=3).batch(8)
-        history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(90, seed=3).batch(8)
+    history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     values = [*model.get_weights(), *(np.asarray(variable) for variable in model.optimizer.variables)]
     return values, history.history
 
 
 @pytest.mark.parametrize(
-    ("policies", "save_freq", "after", "data"),
+    ("policies", "save_freq", "after"),
     [
-        # With transforms, it shows what a strategy without them does, too.
-        pytest.param(list, 5, 18, "shuffled", marks=pytest.mark.slow),
-        (_transforms, 5, 18, "shuffled"),
-        # Arrays go on under one worker's strategy, too, in test_resume_one_worker.py.
-        pytest.param(list, 5, 18, "arrays", marks=pytest.mark.slow),
+        (_transforms, 5, 18),
         # What is saved is an average; so a checkpoint is not to come between two of them.
-        pytest.param(_averaging(4), 4, 18, "shuffled", marks=pytest.mark.slow),
-        (_averaging(3, outer=_outer), 6, 21, "shuffled"),
-        pytest.param(lambda: [tfdist.Warmup(steps=15)], 5, 13, "shuffled", marks=pytest.mark.slow),
+        pytest.param(_averaging(4), 4, 18, marks=pytest.mark.slow),
+        (_averaging(3, outer=_outer), 6, 21),
+        pytest.param(lambda: [tfdist.Warmup(steps=15)], 5, 13, marks=pytest.mark.slow),
         # Parameter servers and workers keep the phase in the same state, as the next one shows.
-        pytest.param(lambda: [tfdist.Warmup(steps=15)], 5, 23, "shuffled", marks=pytest.mark.slow),
-        (lambda: [tfdist.Warmup(epochs=1)], 5, 8, "shuffled"),
-        pytest.param(lambda: [tfdist.Warmup(epochs=2)], "epoch", 14, "shuffled", marks=pytest.mark.slow),
+        pytest.param(lambda: [tfdist.Warmup(steps=15)], 5, 23, marks=pytest.mark.slow),
+        (lambda: [tfdist.Warmup(epochs=1)], 5, 8),
+        pytest.param(lambda: [tfdist.Warmup(epochs=2)], "epoch", 14, marks=pytest.mark.slow),
     ],
-    ids=[
-        "none",
-        "transforms",
-        "arrays",
-        "averaging",
-        "outer",
-        "in the phase",
-        "after the phase",
-        "epochs",
-        "between epochs",
-    ],
+    ids=["transforms", "averaging", "outer", "in the phase", "after the phase", "epochs", "between epochs"],
 )
-def test_it_goes_on_as_if_nothing_had_happened(
-    tmp_path: pathlib.Path, policies: Any, save_freq: Any, after: int, data: str
-):
-    calm, history = _train(policies(), [tfdist.callbacks.Resume(tmp_path / "calm", save_freq)], data)
+def test_it_goes_on_as_if_nothing_had_happened(tmp_path: pathlib.Path, policies: Any, save_freq: Any, after: int):
+    calm, history = _train(policies(), [tfdist.callbacks.Resume(tmp_path / "calm", save_freq)])
     with pytest.raises(CutOffError):
-        _train(policies(), [tfdist.callbacks.Resume(tmp_path / "cut off", save_freq), CutOff(after)], data)
-    resumed, logs = _train(policies(), [tfdist.callbacks.Resume(tmp_path / "cut off", save_freq)], data)
+        _train(policies(), [tfdist.callbacks.Resume(tmp_path / "cut off", save_freq), CutOff(after)])
+    resumed, logs = _train(policies(), [tfdist.callbacks.Resume(tmp_path / "cut off", save_freq)])
     for value, expected in zip(resumed, calm, strict=True):
         np.testing.assert_array_equal(value, expected)
     for name, values in logs.items():
