@@ -101,6 +101,21 @@ def test_every_example_of_a_shuffle_is_used_once(strategy: Any, both: Both) -> N
 
 
 @pytest.mark.slow
+def test_a_worker_without_examples_makes_up_none(strategy: Any, both: Both) -> None:
+    with strategy.scope():
+        words = keras.Input((1,), dtype="string")
+        # It refuses other words.
+        known = keras.layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=0, output_mode="one_hot")(words)
+        model = keras.Model(words, keras.layers.Dense(1, kernel_initializer="ones")(known))
+        model.compile(OPTIMIZERS.SGD(0.1), "mse")
+    x, y = tf.constant([["a"]]), np.array([[2.0]], np.float32)
+    model.fit(x, y, verbose=0)
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(0.36)
+    np.testing.assert_allclose(model.predict(x, verbose=0), [[1.4]], rtol=1e-6)
+    first, second = both([weight.tolist() for weight in model.get_weights()])
+    assert first == second
+
+
 def test_gather_traces_once_for_values_of_all_lengths(strategy: Any) -> None:
     start = index()
     strategy._gathers.clear()

@@ -343,3 +343,24 @@ def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
     is_tuple = isinstance(dataset.element_spec, tuple)
     pair = tf.autograph.experimental.do_not_convert(lambda *element: (element if is_tuple else element[0], ()))
     return in_order(dataset.map(pair)).prefetch(1)
+
+
+# Rows of a batch's components.
+
+
+def first_example(part: Any) -> Any:
+    """Returns the first example of a part; no example if it is empty."""
+    return tf.nest.map_structure(lambda leaf: rows_up_to(leaf, 1) if has_rows(leaf) else leaf, part)
+
+
+def has_rows(leaf: Any) -> bool:
+    """Returns True for a tensor of any kind that has an axis of examples."""
+    return isinstance(leaf, _TENSORS) and leaf.shape.rank != 0
+
+
+def rows_up_to(leaf: Any, stop: Any) -> Any:
+    """Returns the first `stop` rows of such a tensor, or all if it has fewer."""
+    if isinstance(leaf, tf.SparseTensor):
+        size = tf.concat([[tf.minimum(tf.cast(stop, tf.int64), leaf.dense_shape[0])], leaf.dense_shape[1:]], 0)
+        return tf.sparse.slice(leaf, tf.zeros_like(size), size)
+    return leaf[:stop]

@@ -31,7 +31,7 @@ from tfdist.compat.keras import calls, models, optimizers
 from tfdist.compat.keras.scope import check_made_in_scope
 from tfdist.compat.tensorflow import graphs, inputs, replicas
 from tfdist.passes import splitting
-from tfdist.passes.shares import Shares, Sum
+from tfdist.passes.shares import Shares, Sum, examples_of_others
 from tfdist.step import gradients, losses, one_replica, recording, rehearsal, scope, step_times
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.contribution import times
@@ -92,7 +92,7 @@ def run_step(
             changes += [*weights.of_losses(model), *told.changes(), *written.changes(), *checked]
             with (
                 optimizers.patched_attributes(changes),
-                _filled(strategy, step, data, parts, shares) as given,
+                _filled(strategy, step, data, parts, shares, sum_over_workers) as given,
             ):
                 logs = run(*given)
         kept = [*models.statistics_of(model), *written.found] if training else []
@@ -271,7 +271,7 @@ def _may_be_empty(strategy: Any, data: Any, parts: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def _filled(
-    strategy: Any, step: Step, data: Any, parts: dict[str, Any], shares: Shares | None
+    strategy: Any, step: Step, data: Any, parts: dict[str, Any], shares: Shares | None, sum_over_workers: Sum
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the step and its data with an example on every replica; counts of what does not count are removed."""
     may_be_empty = _may_be_empty(strategy, data, [*parts.values()])
@@ -280,7 +280,8 @@ def _filled(
         return
     function = step.function
     if may_be_empty:
-        function, data = without_terms(function, shares.rows), _distributed(data, filled_on_devices(parts))
+        others = examples_of_others(strategy, shares, [*parts.values()], sum_over_workers)
+        function, data = without_terms(function, shares.rows), _distributed(data, filled_on_devices(parts, others))
     counted = [one_replica.copies_of(variable) for variable in counted_by(step.model)]
     with contextlib.ExitStack() as stack:
         for replica, rows in enumerate(shares.rows):
@@ -600,12 +601,10 @@ def _size(layer: Any) -> int | None:
 # Steps of replicas without an example of the batch: they run on a stand-in example, and its results are left out.
 #
 # Layers and kernels may fail, or return wrong shapes, on a batch of no examples; oneDNN's convolutions do. The replica
-# can't skip the step either, since replicas wait for each other. So an empty part is filled with one example: a copy of
-# another replica's where this process has one, else zeros. Its gradients, logs and statistics have weight 0, which also
-# removes NaN. Its metrics are restored after the step, and its terms of sums over replicas are zero.
-
-
-_TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+# can't skip the step either, since replicas wait for each other. So an empty part is filled with one example, a copy of
+# another replica's: of this process if it has one, else of another worker. Its gradients, logs and statistics have
+# weight 0, which also removes NaN. Its metrics are restored after the step, and its terms of sums over replicas are
+# zero.
 
 
 def may_lack_examples(parts: Sequence[Any]) -> bool:
@@ -626,7 +625,7 @@ def filled(part: Any, sources: Sequence[Any] = ()) -> Any:
     if rows is None or (splitting.static_size(part) or 0) > 0:
         return part
     leaves = tf.nest.flatten(part)
-    chosen = [index for index, leaf in enumerate(leaves) if _has_rows(leaf)]
+    chosen = [index for index, leaf in enumerate(leaves) if splitting.has_rows(leaf)]
     candidates = [tf.nest.flatten(source) for source in sources]
 
     def itself() -> list[Any]:
@@ -644,24 +643,19 @@ def filled(part: Any, sources: Sequence[Any] = ()) -> Any:
     return tf.nest.pack_sequence_as(part, leaves)
 
 
-def filled_on_devices(parts: dict[str, Any]) -> list[Any]:
-    """Returns the parts of a process' replicas, by device, each with an example."""
+def filled_on_devices(parts: dict[str, Any], others: Sequence[Any] = ()) -> list[Any]:
+    """Returns the parts of a process' replicas, by device, each with an example; `others` are of other workers."""
     devices, values = list(parts), list(parts.values())
     sources = []
     # One example is sent to the other devices instead of a whole part. Splitting leaves the last part an example.
     for index in dict.fromkeys((len(values) - 1, 0)) if len(values) > 1 else ():
         with tf.device(devices[index]):
-            sources.append(first_example(values[index]))
+            sources.append(splitting.first_example(values[index]))
     results = []
     for device, part in zip(devices, values, strict=True):
         with tf.device(device):
-            results.append(filled(part, sources))
+            results.append(filled(part, [*sources, *others]))
     return results
-
-
-def first_example(part: Any) -> Any:
-    """Returns the first example of a part; no example if it is empty."""
-    return tf.nest.map_structure(lambda leaf: _rows_up_to(leaf, 1) if _has_rows(leaf) else leaf, part)
 
 
 def unless_empty(predict: Callable[..., Any]) -> Callable[..., Any]:
@@ -689,7 +683,9 @@ def unless_empty(predict: Callable[..., Any]) -> Callable[..., Any]:
                 return [tf.zeros([0, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
             result = predict(filled(batch))
             results.append(
-                tf.nest.map_structure(lambda leaf: _rows_up_to(leaf, 0) if _has_rows(leaf) else leaf, result)
+                tf.nest.map_structure(
+                    lambda leaf: splitting.rows_up_to(leaf, 0) if splitting.has_rows(leaf) else leaf, result
+                )
             )
             return tf.nest.flatten(results[-1], expand_composites=True)
 
@@ -700,21 +696,10 @@ def unless_empty(predict: Callable[..., Any]) -> Callable[..., Any]:
     return on_replica
 
 
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, _TENSORS) and leaf.shape.rank != 0
-
-
-def _rows_up_to(leaf: Any, stop: Any) -> Any:
-    if isinstance(leaf, tf.SparseTensor):
-        size = tf.concat([[tf.minimum(tf.cast(stop, tf.int64), leaf.dense_shape[0])], leaf.dense_shape[1:]], 0)
-        return tf.sparse.slice(leaf, tf.zeros_like(size), size)
-    return leaf[:stop]
-
-
 def _example(leaf: Any, sources: Sequence[Any]) -> Any:
     """Returns the first row of these sources, or zeros; `leaf` has no rows."""
     if isinstance(leaf, tf.SparseTensor):
-        rows = tf.sparse.concat(0, [_rows_up_to(source, 1) for source in sources]) if sources else leaf
+        rows = tf.sparse.concat(0, [splitting.rows_up_to(source, 1) for source in sources]) if sources else leaf
         one = tf.concat([tf.ones([1], tf.int64), leaf.dense_shape[1:]], 0)
         kept = rows.indices[:, 0] < 1
         return tf.SparseTensor(rows.indices[kept], rows.values[kept], one)

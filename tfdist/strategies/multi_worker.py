@@ -185,9 +185,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if handle.engine is not self:
             return super()._run_on_handle(step, handle)
         is_even, (called, (_, total), got) = handle.kind.form, handle.content
+        count = self.num_replicas_in_sync
 
         def shares_of(parts: list[Any]) -> Shares | None:
-            return None if is_even else Shares.of_batches(parts, lambda rows: total, self.num_replicas_in_sync)
+            return None if is_even else Shares.of_batches(parts, lambda rows: (total, total < count), count)
 
         run = lambda each, given: self._run_stock(each, (given,), model=step.model)  # noqa: E731
         self._prepare(step.model)
