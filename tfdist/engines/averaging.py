@@ -39,7 +39,7 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, DistributedDataset
 from tfdist.passes.shares import ReplicaPart, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import losses, replicas, step_times
+from tfdist.step import losses, replicas, step_times, trials
 from tfdist.step.step import Step
 
 _AVERAGE = "_tfdist_average"
@@ -119,10 +119,11 @@ class AveragingEngine(Engine):
         with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
             average = self._average_of(model)
             parts = parts_of_replicas(handle, self._replicas, num_replicas)
+            sums = trials.sums_in(self._strategy, step, parts[0].batch)
             average.begin_step()
             called, _, got = handle.content
             timed = self._times.begin(tf.stack([called, got]))
-            results = averaging_step.step_alone(self._strategy, step, parts, timed.hand_in)
+            results = averaging_step.step_alone(self._strategy, step, parts, timed.hand_in, sums)
             timed.keep(results)
             shares = [losses.share_of_batch(part.batch, part.total, num_replicas) for part in parts]
             return average.end_step(results, shares, step.is_of_keras)

@@ -345,7 +345,11 @@ def _counters(model: keras.Model) -> list[Any] | None:
 
 
 def step_alone(
-    strategy: Any, step: Step, parts: Sequence[ReplicaPart], hand_in: Callable[[Sequence[Any], int], None]
+    strategy: Any,
+    step: Step,
+    parts: Sequence[ReplicaPart],
+    hand_in: Callable[[Sequence[Any], int], None],
+    sums: losses.Sums = losses.NO_SUMS,
 ) -> list[Any]:
     """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
 
@@ -354,6 +358,7 @@ def step_alone(
       step: a model's `train_step`, whose optimizers were built.
       parts: what each of its replicas trains on.
       hand_in: called with the gradients of each replica of this worker, and its index.
+      sums: the numbers that are sums over the examples in a user's step.
 
     Returns:
       What each step returns.
@@ -374,21 +379,35 @@ def step_alone(
             restored_unless(splitting.rows(part.batch), [each.value for each in counted]),
         ):
             results.append(
-                _step(strategy, step, part, batches[index], lambda given, index=index: hand_in(given, index))
+                _step(strategy, step, part, batches[index], lambda given, index=index: hand_in(given, index), sums)
             )
     return results
 
 
-def _step(strategy: Any, step: Step, part: ReplicaPart, batch: Any, hand_in: Callable[[Sequence[Any]], None]) -> Any:
+def _step(
+    strategy: Any,
+    step: Step,
+    part: ReplicaPart,
+    batch: Any,
+    hand_in: Callable[[Sequence[Any]], None],
+    sums: losses.Sums,
+) -> Any:
     count = replicas.count(strategy)
     share = functools.partial(losses.share_of_batch, part.batch, part.total, count)
     # The gradient of this replica alone, as that of the global batch.
     factor = share() * count
-    changed = losses.patches(step.model, share) if count > 1 else []
+    changed = losses.patches(step.model, share, sums=sums) if count > 1 else []
     changed += one_replica.without_others(step.name, count)
-    changed += [(each, "apply", _scaled(each, factor, hand_in)) for each in optimizers_of(step.model)]
+    for optimizer in optimizers_of(step.model):
+        scale = losses.whole(factor, share) if id(optimizer) in sums.optimizers else factor
+        changed.append((optimizer, "apply", _scaled(optimizer, scale, hand_in)))
     with patched_attributes(changed):
-        return tf.nest.map_structure(tf.convert_to_tensor, step.function(batch))
+        logs = step.function(batch)
+        leaves = [
+            losses.whole(leaf, share) if index in sums.logs else leaf
+            for index, leaf in enumerate(map(tf.convert_to_tensor, tf.nest.flatten(logs)))
+        ]
+        return tf.nest.pack_sequence_as(logs, leaves)
 
 
 def _scaled(optimizer: Any, factor: tf.Tensor | float, hand_in: Callable[[Sequence[Any]], None]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import BatchHandle, CountedDataset, registry
 from tfdist.passes.shares import Sum
 from tfdist.policies.records import Contribution, Outcome, Update
-from tfdist.step import contribution, losses, one_replica, step_times
+from tfdist.step import contribution, losses, one_replica, step_times, trials
 from tfdist.step import gradients as transforms
 from tfdist.step.replicas import writes_after_inputs
 from tfdist.step.split import SplitTrainStep
@@ -404,7 +404,8 @@ class QuorumStep:
         self._replica = replicas.in_sync_group(strategy, 0)
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
-        self._step = SplitTrainStep(step, count, transforms=transforms.transforms_of(strategy))
+        of_examples = trials.sums_in(strategy, step, element_spec[0])
+        self._step = SplitTrainStep(step, count, transforms=transforms.transforms_of(strategy), sums=of_examples)
         self._template: contribution.ReplicaContribution | None = None
         specs = [tf.data.IteratorSpec(element_spec)]
         self._contribute = self._step.settled(lambda: one_replica.trace(strategy, self._contribute_next, specs))

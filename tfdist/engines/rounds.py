@@ -58,7 +58,7 @@ from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator, fin
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.step import gradients as gradient_transforms
-from tfdist.step import one_replica, rehearsal, step_times
+from tfdist.step import losses, one_replica, rehearsal, step_times, trials
 from tfdist.step.contribution import ReplicaContribution, add_up, weigh
 from tfdist.step.logs import Packing
 from tfdist.step.split import SplitTrainStep
@@ -411,6 +411,8 @@ class RoundStep:
             can_take_maxima=True,
             transforms=self._transforms,
             arrives_at_update=True,
+            # Replicas that begin with different values have whole batches of their own.
+            sums=losses.NO_SUMS if is_relative else trials.sums_in(strategy, step, element_spec),
         )
         self._is_weighted = is_weighted
         self._template: ReplicaContribution | None = None

@@ -41,7 +41,7 @@ from tfdist.passes import replica_batches, splitting
 from tfdist.passes.handle import BatchHandle, registry
 from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.policies.base import Aggregation, Update
-from tfdist.step import gradients, losses, one_replica
+from tfdist.step import gradients, losses, one_replica, trials
 from tfdist.step.contribution import ReplicaContribution, add_up
 from tfdist.step.logs import Packing
 from tfdist.step.replicas import build_optimizer
@@ -271,7 +271,8 @@ class ThreadedStep:
         self._spec = element_spec
         self._is_whole = is_whole
         transforms = gradients.transforms_of(strategy)
-        self._step = SplitTrainStep(step, len(self._devices), transforms=transforms)
+        sums = trials.sums_in(strategy, step, element_spec)
+        self._step = SplitTrainStep(step, len(self._devices), transforms=transforms, sums=sums)
         self._template: ReplicaContribution | None = None
         # Devices of a flat contribution.
         self._homes: list[str] = []

@@ -8,7 +8,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -58,19 +58,20 @@ _EXAMPLES = 4
 _MOST_NUMBERS = 2**24
 
 
-def _joined(*batches: Sequence[np.ndarray]) -> list[np.ndarray]:
+def joined(*batches: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the examples of flat batches as one."""
     return [np.concatenate(leaves) for leaves in zip(*batches, strict=True)]
 
 
-def _made_up(leaf: Any, seed: int) -> Any:
+def made_up(leaf: Any, count: int, seed: int) -> Any:
     """Returns examples in [0, 1] like those of a tensor; None if its shape or dtype does not tell enough."""
     if not isinstance(leaf, tf.Tensor | tf.TensorSpec) or not leaf.shape.rank:
         return None
     if not leaf.shape[1:].is_fully_defined() or not (leaf.dtype.is_floating or leaf.dtype.is_integer):
         return None
-    if _EXAMPLES * (leaf.shape[1:].num_elements() or 0) > _MOST_NUMBERS:
+    if count * (leaf.shape[1:].num_elements() or 0) > _MOST_NUMBERS:
         return None
-    random, shape = np.random.default_rng(seed), (_EXAMPLES, *leaf.shape[1:])
+    random, shape = np.random.default_rng(seed), (count, *leaf.shape[1:])
     numbers = random.integers(0, 2, shape) if leaf.dtype.is_integer else random.uniform(size=shape)
     return numbers.astype(leaf.dtype.as_numpy_dtype)
 
@@ -81,6 +82,22 @@ def _made_up(leaf: Any, seed: int) -> Any:
 # loss is the mean over the replica's own examples, and its gradient is weighted by their share of the batch. A loss
 # that is a sum is divided by this share before, which makes it an estimate of the sum over the whole batch.
 
+
+class Sums(NamedTuple):
+    """Numbers of a user's step that are sums over its examples, and not means; see `trials`.
+
+    Attributes:
+      optimizers: ids of the optimizers that are given gradients of such a loss.
+      metrics: ids of the metrics that are given such a number.
+      logs: positions of such numbers among the flat logs.
+    """
+
+    optimizers: frozenset[int] = frozenset()
+    metrics: frozenset[int] = frozenset()
+    logs: frozenset[int] = frozenset()
+
+
+NO_SUMS = Sums()
 
 # One trace at a time sets it, whatever engine traces: two threads may fit two models.
 _TRACING = threading.RLock()
@@ -119,6 +136,7 @@ def patches(
     share: Callable[[], Any],
     by_examples: CountedByExamples | None = None,
     weighs_loss: bool = False,
+    sums: Sums = NO_SUMS,
 ) -> list[tuple[Any, str, Any]]:
     """Returns patches by which the losses of a replica, and metrics of them, count as on one device.
 
@@ -127,21 +145,35 @@ def patches(
       share: returns the replica's share of the batch, 0 to 1.
       by_examples: weighs numbers that metrics are given in place of `share`.
       weighs_loss: True to weigh the loss of Keras' own train step by `share`, instead of its gradients.
+      sums: the numbers that are sums in a user's step.
     """
     weight_of = by_examples.weight_of if by_examples else lambda metric: lambda is_asked: share() if is_asked else None
     # Keras has a step weigh the mean of its loss, but no number that a step or a metric's function computes.
-    sums = [metric for metric in model.metrics if type(metric) is keras.metrics.Sum]
-    changes = [
-        (metric, "update_state", functools.partial(models.update_weighing, metric.update_state, weight_of(metric)))
-        for metric in sums
-    ]
-    changes += [models.weighed_numbers(mean, weight_of(mean)) for mean in models.means_in(model.metrics)]
+    means, changes = models.means_in(model.metrics), list[tuple[Any, str, Any]]()
+    for metric in {id(metric): metric for metric in [*model.metrics, *means]}.values():
+        plain = update = metric.update_state
+        if id(metric) in sums.metrics:
+            update = functools.partial(_update_by_whole, update, share)
+        if type(metric) is keras.metrics.Sum:
+            update = functools.partial(models.update_weighing, update, weight_of(metric))
+        if update is not plain:
+            changes.append((metric, "update_state", update))
+    changes += [models.weighed_numbers(mean, weight_of(mean)) for mean in means]
     of_calls = [loss for loss in models.compiled_losses(model) if hasattr(loss, "call")]
     changes += [(loss, "call", _counted(loss, share)) for loss in of_calls]
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
+        weighs_loss = weighs_loss and id(optimizer) not in sums.optimizers
         changes.append((optimizer, "scale_loss", _scaling(optimizer.scale_loss, share, weighs_loss)))
     return changes
+
+
+def _update_by_whole(
+    update_state: Callable[..., Any], share: Callable[[], Any], values: Any, sample_weight: Any = None
+) -> Any:
+    """Updates a metric by an estimate of a sum over the whole batch, from that over a replica's part."""
+    values = tf.convert_to_tensor(values)
+    return update_state(values if values.shape.rank else whole(values, share), sample_weight)
 
 
 def _counted(loss: Any, share: Callable[[], Any]) -> Callable[..., Any]:
@@ -169,12 +201,12 @@ def _counted(loss: Any, share: Callable[[], Any]) -> Callable[..., Any]:
 
 def _is_mean_of_examples(call: Callable[..., Any], *given: Any) -> bool:
     """Returns False if a loss of one number is no mean over made-up examples; True if they don't suit it."""
-    first, second = ([_made_up(each, seed) for each in given] for seed in range(2))
+    first, second = ([made_up(each, _EXAMPLES, seed) for each in given] for seed in range(2))
     if any(each is None for each in first):
         return True
     try:
         with tf.init_scope():
-            value = lambda *batches: float(call(*map(tf.constant, _joined(*batches))))  # noqa: E731
+            value = lambda *batches: float(call(*map(tf.constant, joined(*batches))))  # noqa: E731
             one, other, twice, both = value(first), value(second), value(first, first), value(first, second)
     except Exception:
         return True

@@ -50,6 +50,7 @@ def run_step(
     shares_of: Callable[[list[Any]], Shares | None] | None = None,
     sum_gradients: optimizers.SumGradients | None = None,
     times: step_times.TimedStep | None = None,
+    sums: losses.Sums = losses.NO_SUMS,
 ) -> Any:
     """Runs a Keras step on all replicas.
 
@@ -63,6 +64,7 @@ def run_step(
         default the workers sum their numbers of examples.
       sum_gradients: sums gradients over all replicas, in any context; as they are, by default.
       times: takes the times of a train step.
+      sums: the numbers that are sums over the examples in a user's step.
 
     Returns:
       The logs, equal on all replicas and workers.
@@ -75,7 +77,7 @@ def run_step(
         if times and shares and not shares_of and replicas.has_other_workers(strategy):
             times.start_computing(shares.total)
         with losses.counted_as_one(strategy):
-            weights = _Weights(shares, strategy.num_replicas_in_sync, training and step.is_of_keras)
+            weights = _Weights(shares, strategy.num_replicas_in_sync, training and step.is_of_keras, sums)
             weigh, finish = _before_sum(strategy, weights, batches), _after_sum(strategy, weights, batches)
             last = None
             if training and _updates_last(strategy, step):
@@ -96,7 +98,7 @@ def run_step(
             ):
                 logs = run(*given)
         kept = [*models.statistics_of(model), *written.found] if training else []
-        return _Results(strategy, shares, sum_over_workers, told, sum_gradients, times).merge(logs, kept, last)
+        return _Results(strategy, shares, sum_over_workers, told, sum_gradients, times, sums).merge(logs, kept, last)
 
 
 class _Update:
@@ -175,29 +177,33 @@ class _Weights:
       shares: the replicas' shares of the batch; None if they are known to be equal.
       num_replicas: replicas on all workers.
       weigh_loss: True for Keras' own train step: its loss is weighted, which saves a pass over the gradients.
+      sums: optimizers of which gradients are sums over the examples, which are not weighted.
     """
 
     shares: Shares | None
     num_replicas: int
     weigh_loss: bool
+    sums: losses.Sums
 
     def share(self) -> Any:
         """Returns the replica's share of the batch."""
         return self.shares.of_this_replica() if self.shares else 1 / self.num_replicas
 
-    def unit(self) -> Any:
+    def unit(self, optimizer: Any) -> Any:
         """Returns the factor from a replica's gradient to that of a device which has the replica's examples alone."""
-        if not self.weigh_loss:
+        if not self.weigh_loss and id(optimizer) not in self.sums.optimizers:
             return 1
         return tf.math.reciprocal_no_nan(self.share()) if self.shares else self.num_replicas
 
     def of_losses(self, model: keras.Model) -> list[tuple[Any, str, Any]]:
         """Returns the patches of losses and their metrics."""
-        return losses.patches(model, self.share, weighs_loss=self.weigh_loss) if self.num_replicas > 1 else []
+        if self.num_replicas == 1:
+            return []
+        return losses.patches(model, self.share, weighs_loss=self.weigh_loss, sums=self.sums)
 
-    def weigh(self, given: Sequence[Any]) -> Sequence[Any]:
+    def weigh(self, given: Sequence[Any], optimizer: Any) -> Sequence[Any]:
         """Weights a replica's gradients for the sum over replicas."""
-        if not self.weigh_loss:
+        if not self.weigh_loss and id(optimizer) not in self.sums.optimizers:
             return [None if each is None else times(each, self.share()) for each in given]
         return losses.zeros_without(self.shares.rows[replicas.current()], given) if self.shares else given
 
@@ -207,7 +213,7 @@ def _before_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any
     transforms, shares = gradients.transforms_of(strategy), weights.shares
     is_weighed = weights.num_replicas > 1 and (shares is not None or not weights.weigh_loss)
     if not transforms.has(*gradients.ON_REPLICA):
-        return (lambda given, *_: weights.weigh(given)) if is_weighed else None
+        return (lambda given, optimizer, _: weights.weigh(given, optimizer)) if is_weighed else None
 
     def on_replica(given: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
         replica = replicas.current()
@@ -216,13 +222,13 @@ def _before_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any
             optimizer,
             given,
             variables,
-            weights.unit(),
+            weights.unit(optimizer),
             is_only=False,
             counts=None if shares is None else shares.rows[replica] > 0,
             contributors=weights.num_replicas,
             examples=rows if shares is None else shares.rows[replica],
         )
-        return weights.weigh(given) if is_weighed else given
+        return weights.weigh(given, optimizer) if is_weighed else given
 
     return on_replica
 
@@ -388,6 +394,7 @@ class _Results:
     told: logs_of_metrics.MetricResults
     sum_gradients: optimizers.SumGradients | None
     times: step_times.TimedStep | None = None
+    sums: losses.Sums = losses.NO_SUMS
 
     def merge(self, logs: Any, statistics: Sequence[Any], last: _Update | None = None) -> Any:
         """Averages variables, makes a last update and finds the logs, with one reduction for all of them.
@@ -408,11 +415,12 @@ class _Results:
         self.told.keep([*first, *used])
         counters = self.told.counters
         others: list[Any] = []
-        for leaf, each in zip(tf.nest.flatten(logs), formulas, strict=True):
+        for index, (values, each) in enumerate(zip(local, formulas, strict=True)):
             if each:
                 others += [list(values) for values in zip(*(formula.others for formula in each), strict=True)]
-            elif not self.told.has(self.strategy.experimental_local_results(leaf)[0]):
-                others.append(leaf)
+            elif not self.told.has(values[0]):
+                is_sum = index in self.sums.logs
+                others.append([self._whole(*each) for each in enumerate(values)] if is_sum else list(values))
         parts = [tf.add_n([tf.convert_to_tensor(copy) for copy in counter.value.values]) for counter in counters]
         parts += [self._mean_part(value) for value in [*others, *(variable.value for variable in statistics)]]
         gradients = last.gradients if last else []
@@ -458,6 +466,11 @@ class _Results:
         if self.times:
             self.times.end(sums[len(parts) :], [*found, *sums])
         return found, sums[: len(parts)]
+
+    def _whole(self, replica: int, value: Any) -> tf.Tensor:
+        """Returns an estimate of a sum over the batch, from that over a replica's part."""
+        shares, count = self.shares, replicas.count(self.strategy)
+        return losses.whole(value, lambda: shares.of_replica(replica) if shares else 1 / count)
 
     def _mean_part(self, value: Any) -> tf.Tensor:
         """Returns this worker's share of the mean over all replicas, weighted by examples."""

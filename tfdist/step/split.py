@@ -83,6 +83,7 @@ class SplitTrainStep:
       can_take_maxima: True if contributions are summed by `add_up`, and a metric's variable is no sum of copies.
       transforms: those of the strategy; none by default.
       arrives_at_update: True if `arrived` is called for each contribution to an update.
+      sums: the numbers that are sums over the examples in a user's step.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class SplitTrainStep:
         can_take_maxima: bool = False,
         transforms: Transforms | None = None,
         arrives_at_update: bool = False,
+        sums: losses.Sums = losses.NO_SUMS,
     ) -> None:
         self._step = Step.of(step)
         self.model: keras.Model = self._step.model
@@ -101,6 +103,7 @@ class SplitTrainStep:
         self._can_take_maxima = can_take_maxima or total_num_replicas == 1
         self._transforms = transforms or Transforms(())
         self._arrives_at_update = arrives_at_update
+        self._sums = sums
         self._findings = Findings()
         self._layout = _Layout()
         # True if all replicas are known to have equally many examples.
@@ -207,9 +210,9 @@ class SplitTrainStep:
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
         by_examples = self._counted_by_examples(batch, batch_rows)
+        share = functools.partial(losses.share_of_batch, batch, batch_rows, self._total_num_replicas)
         if self._total_num_replicas > 1:
-            share = functools.partial(losses.share_of_batch, batch, batch_rows, self._total_num_replicas)
-            changed += losses.patches(self.model, share, by_examples)
+            changed += losses.patches(self.model, share, by_examples, sums=self._sums)
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
         if self._total_num_replicas > 1:
@@ -232,7 +235,7 @@ class SplitTrainStep:
             for call in layout.applied
             for gradient in self._transforms.on_replica(
                 call.optimizer,
-                [*map(of_shape, call.gradients(), call.trained())],
+                self._of_whole(call, share),
                 call.trained(),
                 with_arrival=not self._arrives_at_update,
                 contributors=self._total_num_replicas,
@@ -244,12 +247,18 @@ class SplitTrainStep:
             [times(gradient, factor) for gradient in gradients],
             counts,
             new_states,
-            [times(tf.cast(leaf, tf.float32), weight) for leaf in self._shipped(result, told, writes)],
+            [times(tf.cast(leaf, tf.float32), weight) for leaf in self._shipped(result, told, writes, share)],
             tf.convert_to_tensor(weight),
             tf.constant(1.0),
             tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
             tuple(maxima),
         )
+
+    def _of_whole(self, call: Applied, share: Callable[[], Any]) -> list[Any]:
+        """Returns the gradients of a call; those of a sum as an estimate of that over the whole batch."""
+        is_sum = id(call.optimizer) in self._sums.optimizers
+        given = map(of_shape, call.gradients(), call.trained())
+        return [losses.whole(gradient, share) if is_sum else gradient for gradient in given]
 
     def _notice_summaries(self) -> None:
         """Writes a line for a step that writes summaries, which the graph that is traced has now."""
@@ -344,11 +353,16 @@ class SplitTrainStep:
         return 1.0 if self._is_even else tf.cast(rows, tf.float32)
 
     def _shipped(
-        self, result: Any, told: logs_of_metrics.MetricResults, writes: Sequence[recording.Write]
+        self,
+        result: Any,
+        told: logs_of_metrics.MetricResults,
+        writes: Sequence[recording.Write],
+        share: Callable[[], Any],
     ) -> list[Any]:
         """Returns the tensors by which the logs are computed after the update, besides metrics; and says how."""
         metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
         counted = [write for write in writes if id(write.variable) in metrics]
+        sums = {id(leaf) for index, leaf in enumerate(tf.nest.flatten(result)) if index in self._sums.logs}
         shipped: list[Any] = []
 
         def ship(tensor: Any) -> Callable[[_After], Any]:
@@ -370,7 +384,7 @@ class SplitTrainStep:
                     return lambda after: formula.value(
                         [tf.convert_to_tensor(each) for each in variables], [other(after) for other in others]
                     )
-            return ship(leaf)
+            return ship(losses.whole(leaf, share) if id(leaf) in sums else leaf)
 
         is_dict = isinstance(result, dict)
         in_place = functools.partial(tf.nest.map_structure, log)
@@ -420,6 +434,11 @@ class SplitTrainStep:
                 examples=self._rows if is_mean else contribution.weight,
             )
         return found
+
+    def states(self) -> list[Any]:
+        """Returns the variable of each of `ReplicaContribution.states`."""
+        extremes = (recording.MAXIMUM, recording.MINIMUM)
+        return [state.variable for state in self._layout.states if state.mode not in extremes]
 
     def targets(self) -> list[tuple[Any, Any]]:
         """Returns optimizer and variable of each gradient, in the order of `ReplicaContribution.gradients`."""

@@ -31,7 +31,7 @@ from tfdist.passes import handle as handles
 from tfdist.passes.handle import BatchHandle, part_spec
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import rehearsal, scope
+from tfdist.step import rehearsal, scope, trials
 from tfdist.step.replicas import (
     REDUCED,
     build_optimizer,
@@ -176,6 +176,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             self._sum_over_workers,
             sum_gradients=sum_gradients,
             times=times,
+            sums=trials.sums_in(self, step, self._of_first_replica(args[0])),
         )
 
     def _run_on_handle(self, step: Step, handle: BatchHandle) -> Any:

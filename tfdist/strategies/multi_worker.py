@@ -29,7 +29,7 @@ from tfdist.passes import splitting as part_datasets
 from tfdist.passes.shares import Shares
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Policy, Update
-from tfdist.step import one_replica, step_times
+from tfdist.step import one_replica, step_times, trials
 from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.step.replicas import check_fixed_sizes, run_step
 from tfdist.step.step import Step
@@ -195,7 +195,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         sum_gradients = self._compressed.in_step if self._compressed else None
         times = self._times.begin(tf.stack([called, got])) if self._is_timed else None
         part = self._batch_of(handle)
-        return run_step(self, run, step, part, self._sums.in_step, shares_of, sum_gradients, times)
+        sums = trials.sums_in(self, step, part)
+        return run_step(self, run, step, part, self._sums.in_step, shares_of, sum_gradients, times, sums)
 
     def _batch_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, handles.BatchHandle) or leaf.engine is not self:

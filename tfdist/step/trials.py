@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tries a user's step with made-up examples, to tell sums over the examples from means.
+
+A step of the user's may take the mean of its losses, or add them up: `tf.reduce_sum(losses) / BATCH`. The replicas'
+gradients are averaged in the first case, by their examples, and added up in the second. The step itself tells which:
+what it computes from a batch, and from this batch given twice, differs by a factor of 2 or by none. Likewise what it
+assigns to a weight is no mean if it depends on the order of the examples.
+
+A trial writes to no variable. A step that made-up examples don't suit is taken for one of means: one with strings or
+ragged tensors, or that calls Python or writes past Keras.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import _log
+from tfdist.compat.keras import models
+from tfdist.compat.keras.optimizers import optimizers_of, patched_attributes
+from tfdist.compat.tensorflow import replicas
+from tfdist.step import losses, one_replica, rehearsal
+from tfdist.step.split import SplitTrainStep
+from tfdist.step.step import Step
+
+_EXAMPLES = 4
+# Of a step that draws random numbers.
+_DRAWS = 4
+# Operations whose effects would be seen.
+_EFFECTS = re.compile("Assign|Resource(Apply|Sparse|Scatter)|.*PyFunc|Print|Write.*Summary")
+# Random layers, and penalties of weights, move the ratio away from 1 and 2.
+_MOST_OF_A_MEAN, _FROM_A_SUM = 1.3, 0.1
+
+# By model and kind of step: what was tried, and the answer.
+_answers: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, losses.Sums]]] = weakref.WeakKeyDictionary()
+
+
+def sums_in(strategy: Any, step: Step, batch: Any) -> losses.Sums:
+    """Returns the numbers in a train or test step that are sums over its examples.
+
+    Writes a line for gradients that are no means. Call it before the step is traced, alike on all workers.
+
+    Args:
+      strategy: the strategy, whose first device computes.
+      step: of a model that is built.
+      batch: a replica's part, or its specs; only its structure, dtypes and shapes without the first axis count.
+
+    Raises:
+      ValueError: the step assigns to a weight what it computes from single examples of its own.
+    """
+    model = step.model
+    if replicas.count(strategy) == 1 or not _is_of_a_user(step):
+        return losses.NO_SUMS
+    known = _answers.setdefault(model, {})
+    tried = (getattr(step.function, "__func__", None), getattr(model, "loss", None), getattr(model, "optimizer", None))
+    if step.kind not in known or any(a is not b for a, b in zip(known[step.kind][0], tried, strict=True)):
+        known[step.kind] = tried, _tried(strategy, step, batch)
+    return known[step.kind][1]
+
+
+def _is_of_a_user(step: Step) -> bool:
+    """Returns True if a user may have written what becomes of the losses."""
+    if not step.is_bound or not step.model.built:
+        return False
+    return not step.is_of_keras or any(
+        rehearsal.is_overridden(step.model, name) for name in ("compute_loss", "compute_metrics")
+    )
+
+
+def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
+    leaves = tf.nest.flatten(batch)
+    first, second = ([losses.made_up(leaf, _EXAMPLES, seed) for leaf in leaves] for seed in range(2))
+    if any(each is None for each in first):
+        return losses.NO_SUMS
+    try:
+        # Variables of the trace may not be those of a graph that is being traced.
+        with tf.init_scope():
+            of_part, of_whole = (_Trial(strategy, step, batch, like) for like in (first, losses.joined(first, first)))
+            orders = losses.joined(first, second), losses.joined(second, first)
+            states = [of_whole(order).states for order in orders] if of_whole.assigned else []
+            once, again = of_part(first), of_part(first)
+            draws = 1 if np.allclose(once.values, again.values, rtol=1e-3, equal_nan=True) else _DRAWS
+            one, twice = (
+                np.mean([np.abs(trial(given).values) for _ in range(draws)], axis=0)
+                for trial, given in ((of_part, first), (of_whole, losses.joined(first, first)))
+            )
+    except Exception:  # of a step that made-up examples don't suit
+        return losses.NO_SUMS
+    for variable, value, reordered in zip(of_whole.assigned, *states, strict=True) if states else ():
+        if not np.allclose(value, reordered, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise ValueError(
+                f"{step.name}: it assigns to {variable.path!r} what it computes from single examples, of which a "
+                "replica has its own, so the replicas' values have no mean; gather them first, with "
+                "tf.distribute.get_replica_context().all_gather(value, axis=0), which works without a policy. "
+                f"Received: a new value that depends on the order of the examples, {replicas.count(strategy)} replicas"
+            )
+    sums: dict[str, set[int]] = {"optimizer": set(), "metric": set(), "log": set()}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = twice / one
+    for (kind, key), ratio in zip(of_part.names, ratios.tolist(), strict=True):
+        is_sum = ratio > _MOST_OF_A_MEAN if draws > 1 else abs(ratio - 2) < _FROM_A_SUM
+        if is_sum and np.isfinite(ratio):
+            sums[kind].add(key)
+        if kind == "optimizer" and _MOST_OF_A_MEAN < ratio < np.inf:
+            is_what = "a sum over the examples, so those of the replicas are added up"
+            neither = (
+                "neither a mean nor a sum; divide it by the number of examples in the step, as tf.reduce_mean does"
+            )
+            _log.say(
+                f"{step.name}: its gradient is {is_what if is_sum else neither}. Received: a gradient {ratio:.3g} "
+                "times as large for a batch that is given twice"
+            )
+    return losses.Sums(*map(frozenset, sums.values()))
+
+
+class _Values:
+    def __init__(self, values: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
+        self.values, self.states = np.array(values, np.float64), states
+
+
+class _Trial:
+    """A step of one replica, traced for flat batches like one.
+
+    Args:
+      strategy: the strategy.
+      step: a step.
+      batch: the structure of its batches.
+      like: a flat batch.
+
+    Attributes:
+      names: of each value of a call, its kind and its key in `losses.Sums`.
+      assigned: weights that the step assigns.
+
+    Raises:
+      ValueError: the step does what would be seen, or gathers what other replicas have.
+    """
+
+    def __init__(self, strategy: Any, step: Step, batch: Any, like: Sequence[np.ndarray]) -> None:
+        self._strategy, self._structure = strategy, batch
+        self.names: list[tuple[str, int]] = []
+        self.assigned: list[Any] = []
+        self._logs: list[Any] = []
+        self._step = copy.copy(step)
+        self._step.function = self._keeping(step.function)
+        self._split = SplitTrainStep(self._step, 1)
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in like]
+        self._computed: Any = self._split.settled(lambda: one_replica.trace(strategy, self._results, specs))
+        definition = self._computed.graph.as_graph_def()
+        nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+        if any(_EFFECTS.match(node.op) for node in nodes):
+            raise ValueError(f"{step.name} can't be tried")
+
+    def __call__(self, flat: Sequence[np.ndarray]) -> _Values:
+        found = [each.numpy() for each in self._computed(*map(tf.constant, flat))]
+        return _Values(found[: len(self.names)], found[len(self.names) :])
+
+    def _keeping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        function = tf.autograph.experimental.do_not_convert(function)
+
+        def kept(batch: Any) -> Any:
+            result = function(batch)
+            self._logs = tf.nest.flatten(result)
+            return result
+
+        return functools.wraps(function)(kept)
+
+    def _results(self, *given: tf.Tensor) -> list[tf.Tensor]:
+        strategy, model, split = self._strategy, self._step.model, self._split
+        share = int(given[0].shape[0]) / (2 * _EXAMPLES)
+        with one_replica.replica_on(strategy, strategy.extended.worker_devices[0]), losses.counted_as_one(strategy):
+            changes = one_replica.without_others(self._step.name, replicas.count(strategy), lambda line: None)
+            # What is known to be a sum becomes an estimate of the sum over the whole batch.
+            changes += losses.patches(model, lambda: share)
+            with patched_attributes(changes):
+                contribution = split.contribute(tf.nest.pack_sequence_as(self._structure, given))
+        by_optimizer: dict[int, list[Any]] = {id(each): [] for each in optimizers_of(model)}
+        for gradient, (optimizer, _) in zip(contribution.gradients, split.targets(), strict=True):
+            by_optimizer[id(optimizer)].append(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
+        values = {("optimizer", key): tf.linalg.global_norm(each) for key, each in by_optimizer.items() if each}
+        counted = {id(each): count for each, count in zip(split.counters, contribution.counts, strict=True)}
+        for metric in models.means_in(model.metrics):
+            total, count = (counted.get(id(getattr(metric, name, None))) for name in ("total", "count"))
+            if total is not None and count is not None and total.shape.rank == 0:
+                values["metric", id(metric)] = tf.math.divide_no_nan(total, count)
+        for metric in model.metrics:
+            if type(metric) is keras.metrics.Sum and id(metric.total) in counted:
+                # A sum counts a number by the replica's share of the batch.
+                values["metric", id(metric)] = counted[id(metric.total)] / share
+        for index, leaf in enumerate(self._logs):
+            if tf.is_symbolic_tensor(leaf) and leaf.shape.rank == 0 and leaf.dtype.is_floating:
+                values["log", index] = leaf
+        self.names = list(values)
+        assigned = [
+            (variable, value)
+            for variable, value in zip(split.states(), contribution.states, strict=True)
+            if value.dtype.is_floating
+        ]
+        self.assigned = [variable for variable, _ in assigned]
+        return [*(tf.cast(each, tf.float32) for each in values.values()), *(value for _, value in assigned)]
