@@ -119,7 +119,7 @@ class AveragingEngine(Engine):
         with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
             average = self._average_of(model)
             parts = parts_of_replicas(handle, self._replicas, num_replicas)
-            sums = trials.sums_in(self._strategy, step, parts[0].batch)
+            sums = trials.sums_in(self._strategy, step, parts[0].batch, num_replicas)
             average.begin_step()
             called, _, got = handle.content
             timed = self._times.begin(tf.stack([called, got]))

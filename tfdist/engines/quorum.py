@@ -404,7 +404,7 @@ class QuorumStep:
         self._replica = replicas.in_sync_group(strategy, 0)
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
-        of_examples = trials.sums_in(strategy, step, element_spec[0])
+        of_examples = trials.sums_in(strategy, step, element_spec[0], count)
         self._step = SplitTrainStep(step, count, transforms=transforms.transforms_of(strategy), sums=of_examples)
         self._template: contribution.ReplicaContribution | None = None
         specs = [tf.data.IteratorSpec(element_spec)]

@@ -412,7 +412,7 @@ class RoundStep:
             transforms=self._transforms,
             arrives_at_update=True,
             # Replicas that begin with different values have whole batches of their own.
-            sums=losses.NO_SUMS if is_relative else trials.sums_in(strategy, step, element_spec),
+            sums=losses.NO_SUMS if is_relative else trials.sums_in(strategy, step, element_spec, total_num_replicas),
         )
         self._is_weighted = is_weighted
         self._template: ReplicaContribution | None = None

@@ -271,7 +271,7 @@ class ThreadedStep:
         self._spec = element_spec
         self._is_whole = is_whole
         transforms = gradients.transforms_of(strategy)
-        sums = trials.sums_in(strategy, step, element_spec)
+        sums = trials.sums_in(strategy, step, element_spec, len(self._devices))
         self._step = SplitTrainStep(step, len(self._devices), transforms=transforms, sums=sums)
         self._template: ReplicaContribution | None = None
         # Devices of a flat contribution.

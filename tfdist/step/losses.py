@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist import _log
 from tfdist.compat.keras import models
-from tfdist.compat.tensorflow import replicas
+from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.passes import splitting
 from tfdist.step import contribution
 
@@ -36,20 +36,11 @@ def _has_fewer(found: Any, *given: Any) -> bool:
     if found.shape.rank and found.shape[0] is not None:
         rows = {each.shape[0] for each in given if isinstance(each, tf.Tensor) and each.shape.rank}
         return bool(rows) and found.shape[0] not in rows
-    return tf.is_symbolic_tensor(found) and _masks(found.op, {each.op for each in given if tf.is_symbolic_tensor(each)})
-
-
-def _masks(operation: Any, sources: set[Any]) -> bool:
-    """Returns True if an operation depends on the places where a mask is true, as those of `tf.boolean_mask`."""
-    pending, seen = [operation], {*sources, operation}
-    while pending:
-        operation = pending.pop()
-        if operation.type == "Where":
-            return True
-        inputs = {tensor.op for tensor in operation.inputs} - seen
-        pending += inputs
-        seen |= inputs
-    return False
+    # `Where` gives the places where a mask is true, as for `tf.boolean_mask`.
+    sources = {each.op for each in given if tf.is_symbolic_tensor(each)}
+    return tf.is_symbolic_tensor(found) and any(
+        operation.type == "Where" for operation in graphs.operations_behind(found.op, sources)
+    )
 
 
 # A loss of one number may be a mean over the examples, or not. The loss itself tells, by its values for made-up ones.
@@ -98,6 +89,7 @@ class Sums(NamedTuple):
 
 
 NO_SUMS = Sums()
+Gather = Callable[[tf.Tensor], tf.Tensor]
 
 # One trace at a time sets it, whatever engine traces: two threads may fit two models.
 _TRACING = threading.RLock()
@@ -137,6 +129,7 @@ def patches(
     by_examples: CountedByExamples | None = None,
     weighs_loss: bool = False,
     sums: Sums = NO_SUMS,
+    gather: Gather | None = None,
 ) -> list[tuple[Any, str, Any]]:
     """Returns patches by which the losses of a replica, and metrics of them, count as on one device.
 
@@ -146,6 +139,8 @@ def patches(
       by_examples: weighs numbers that metrics are given in place of `share`.
       weighs_loss: True to weigh the loss of Keras' own train step by `share`, instead of its gradients.
       sums: the numbers that are sums in a user's step.
+      gather: returns the examples of all replicas, whose gradient is that of this replica's own; None where replicas
+        compute alone.
     """
     weight_of = by_examples.weight_of if by_examples else lambda metric: lambda is_asked: share() if is_asked else None
     # Keras has a step weigh the mean of its loss, but no number that a step or a metric's function computes.
@@ -159,8 +154,9 @@ def patches(
         if update is not plain:
             changes.append((metric, "update_state", update))
     changes += [models.weighed_numbers(mean, weight_of(mean)) for mean in means]
+    changes += [models.with_function(mean, _of_all(mean, function, gather)) for mean, function in _functions(means)]
     of_calls = [loss for loss in models.compiled_losses(model) if hasattr(loss, "call")]
-    changes += [(loss, "call", _counted(loss, share)) for loss in of_calls]
+    changes += [(loss, "call", _counted(loss, share, gather)) for loss in of_calls]
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         weighs_loss = weighs_loss and id(optimizer) not in sums.optimizers
@@ -176,27 +172,69 @@ def _update_by_whole(
     return update_state(values if values.shape.rank else whole(values, share), sample_weight)
 
 
-def _counted(loss: Any, share: Callable[[], Any]) -> Callable[..., Any]:
+def _functions(means: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [(mean, models.function_of(mean)) for mean in means if models.function_of(mean) is not None]
+
+
+def _counted(loss: Any, share: Callable[[], Any], gather: Gather | None) -> Callable[..., Any]:
     call = loss.call
 
     def counted(y_true: Any, y_pred: Any) -> Any:
-        found = call(y_true, y_pred)
         if getattr(loss, "reduction", None) == "sum":
-            return whole(tf.convert_to_tensor(found), share)
+            return whole(tf.convert_to_tensor(call(y_true, y_pred)), share)
         if is_sum(loss):
-            return found
-        is_number = getattr(found, "shape", None) == () and loss not in _noticed
-        is_mean = not is_number or _is_mean_of_examples(call, y_true, y_pred)
-        if loss not in _noticed and (not is_mean or _has_fewer(found, y_true, y_pred)):
-            _noticed.add(loss)
-            _log.say(
-                f"the loss {getattr(loss, 'name', None) or type(loss).__name__!r} leaves examples out, has fewer "
-                "numbers than examples, or computes with all of them together: it is the mean of the replicas' means, "
-                "and not that of one device; return a number for each example, 0 for those left out"
-            )
+            return call(y_true, y_pred)
+        with_gradient = functools.partial(_with_gradient_of_whole, share=share)
+        found = _of_all(loss, call, gather, with_gradient)(y_true, y_pred)
+        if _has_fewer(found, y_true, y_pred):
+            _notice(loss)
         return found
 
     return counted
+
+
+def _of_all(
+    owner: Any, call: Callable[..., Any], gather: Gather | None, then: Callable[[Any], Any] = lambda found: found
+) -> Callable[..., Any]:
+    """Returns a loss or metric that computes with the examples of all replicas, where it needs them together.
+
+    That is one of one number which is no mean over examples, such as the Dice coefficient of a batch. Where they can't
+    be gathered, a line is written.
+
+    Args:
+      owner: the Keras loss or metric.
+      call: a function of labels and predictions.
+      gather: see `patches`.
+      then: called with what is computed from the examples of all.
+    """
+
+    def computed(*given: Any, **named: Any) -> Any:
+        found = call(*given, **named)
+        if getattr(found, "shape", None) != () or _is_mean_of_examples(functools.partial(call, **named), *given):
+            return found
+        if gather is None or not all(tf.is_tensor(each) and each.shape.rank for each in given):
+            _notice(owner)
+            return found
+        return then(call(*map(gather, given), **named))
+
+    return computed
+
+
+def _notice(owner: Any) -> None:
+    if owner not in _noticed:
+        _noticed.add(owner)
+        kind = "loss" if isinstance(owner, keras.losses.Loss) else "metric"
+        _log.say(
+            f"the {kind} {getattr(owner, 'name', None) or type(owner).__name__!r} leaves examples out, has fewer "
+            "numbers than examples, or computes with all of them together: it is the mean of the replicas' means, and "
+            "not that of one device; return a number for each example, 0 for those left out"
+        )
+
+
+def _with_gradient_of_whole(found: tf.Tensor, share: Callable[[], Any]) -> tf.Tensor:
+    """Returns a loss of the whole batch, whose gradient by a replica's part counts in full, and not by its share."""
+    scaled = whole(found, share)
+    return scaled + tf.stop_gradient(found - scaled)
 
 
 def _is_mean_of_examples(call: Callable[..., Any], *given: Any) -> bool:

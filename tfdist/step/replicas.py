@@ -199,7 +199,19 @@ class _Weights:
         """Returns the patches of losses and their metrics."""
         if self.num_replicas == 1:
             return []
-        return losses.patches(model, self.share, weighs_loss=self.weigh_loss, sums=self.sums)
+        return losses.patches(
+            model, self.share, weighs_loss=self.weigh_loss, sums=self.sums, gather=self._examples_of_all
+        )
+
+    def _examples_of_all(self, own: tf.Tensor) -> tf.Tensor:
+        """Returns the examples of all replicas, in their order; the gradient is that of this replica's own."""
+        context: Any = tf.distribute.get_replica_context()
+        # Not a stand-in.
+        own = own[: self.shares.rows[replicas.current()]] if self.shares else own
+        count = tf.shape(own)[:1]
+        counts, every = context.all_gather(count, 0), context.all_gather(tf.stop_gradient(own), 0)
+        begin = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
+        return tf.concat([every[:begin], own, every[begin + count[0] :]], 0)
 
     def weigh(self, given: Sequence[Any], optimizer: Any) -> Sequence[Any]:
         """Weights a replica's gradients for the sum over replicas."""

@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfdist import _log
 from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import optimizers_of, patched_attributes
-from tfdist.compat.tensorflow import replicas
+from tfdist.compat.tensorflow import graphs
 from tfdist.step import losses, one_replica, rehearsal
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step import Step
@@ -36,6 +36,7 @@ _EXAMPLES = 4
 _DRAWS = 4
 # Operations whose effects would be seen.
 _EFFECTS = re.compile("Assign|Resource(Apply|Sparse|Scatter)|.*PyFunc|Print|Write.*Summary")
+_ASSIGNMENT = re.compile("Assign(Add|Sub)?VariableOp")
 # Random layers, and penalties of weights, move the ratio away from 1 and 2.
 _MOST_OF_A_MEAN, _FROM_A_SUM = 1.3, 0.1
 
@@ -43,7 +44,7 @@ _MOST_OF_A_MEAN, _FROM_A_SUM = 1.3, 0.1
 _answers: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, losses.Sums]]] = weakref.WeakKeyDictionary()
 
 
-def sums_in(strategy: Any, step: Step, batch: Any) -> losses.Sums:
+def sums_in(strategy: Any, step: Step, batch: Any, num_replicas: int) -> losses.Sums:
     """Returns the numbers in a train or test step that are sums over its examples.
 
     Writes a line for gradients that are no means. Call it before the step is traced, alike on all workers.
@@ -52,12 +53,13 @@ def sums_in(strategy: Any, step: Step, batch: Any) -> losses.Sums:
       strategy: the strategy, whose first device computes.
       step: of a model that is built.
       batch: a replica's part, or its specs; only its structure, dtypes and shapes without the first axis count.
+      num_replicas: largest number of replicas that share a batch.
 
     Raises:
       ValueError: the step assigns to a weight what it computes from single examples of its own.
     """
     model = step.model
-    if replicas.count(strategy) == 1 or not _is_of_a_user(step):
+    if num_replicas == 1 or not _is_of_a_user(step):
         return losses.NO_SUMS
     known = _answers.setdefault(model, {})
     tried = (getattr(step.function, "__func__", None), getattr(model, "loss", None), getattr(model, "optimizer", None))
@@ -100,7 +102,7 @@ def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
                 f"{step.name}: it assigns to {variable.path!r} what it computes from single examples, of which a "
                 "replica has its own, so the replicas' values have no mean; gather them first, with "
                 "tf.distribute.get_replica_context().all_gather(value, axis=0), which works without a policy. "
-                f"Received: a new value that depends on the order of the examples, {replicas.count(strategy)} replicas"
+                "Received: a new value that depends on the order of the examples"
             )
     sums: dict[str, set[int]] = {"optimizer": set(), "metric": set(), "log": set()}
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -156,11 +158,28 @@ class _Trial:
         definition = self._computed.graph.as_graph_def()
         nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
         if any(_EFFECTS.match(node.op) for node in nodes):
+            self._notice_own_variables()
             raise ValueError(f"{step.name} can't be tried")
 
     def __call__(self, flat: Sequence[np.ndarray]) -> _Values:
         found = [each.numpy() for each in self._computed(*map(tf.constant, flat))]
         return _Values(found[: len(self.names)], found[len(self.names) :])
+
+    def _notice_own_variables(self) -> None:
+        """Writes a line for a `tf.Variable` of the user's that the step assigns what it computes from the batch."""
+        graph: Any = self._computed.graph
+        variables = {id(getattr(each, "handle", None)): each for each in graph.variables}
+        given = {inside.name: variables.get(id(outside)) for outside, inside in graph.captures}
+        examples = {tensor.op for tensor in graph.inputs if tensor.name not in given}
+        for operation in graph.get_operations():
+            variable = given.get(operation.inputs[0].name) if _ASSIGNMENT.match(operation.type) else None
+            if variable is not None and examples & graphs.operations_behind(operation.inputs[1].op):
+                _log.say(
+                    f"{self._step.name}: it assigns to the tf.Variable {variable.name!r} what it computes from a "
+                    "replica's own examples, which is not that of one device, and each replica may keep a value of its "
+                    "own; use a weight (self.add_weight(..., trainable=False)), or a metric, or gather the examples "
+                    "first, with tf.distribute.get_replica_context().all_gather(value, axis=0)"
+                )
 
     def _keeping(self, function: Callable[..., Any]) -> Callable[..., Any]:
         function = tf.autograph.experimental.do_not_convert(function)
@@ -176,7 +195,7 @@ class _Trial:
         strategy, model, split = self._strategy, self._step.model, self._split
         share = int(given[0].shape[0]) / (2 * _EXAMPLES)
         with one_replica.replica_on(strategy, strategy.extended.worker_devices[0]), losses.counted_as_one(strategy):
-            changes = one_replica.without_others(self._step.name, replicas.count(strategy), lambda line: None)
+            changes = one_replica.without_others(self._step.name, 2, lambda line: None)
             # What is known to be a sum becomes an estimate of the sum over the whole batch.
             changes += losses.patches(model, lambda: share)
             with patched_attributes(changes):

@@ -176,7 +176,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             self._sum_over_workers,
             sum_gradients=sum_gradients,
             times=times,
-            sums=trials.sums_in(self, step, self._of_first_replica(args[0])),
+            sums=trials.sums_in(self, step, self._of_first_replica(args[0]), self.num_replicas_in_sync),
         )
 
     def _run_on_handle(self, step: Step, handle: BatchHandle) -> Any:

@@ -300,6 +300,11 @@ def function_of(metric: Any) -> Any:
     return getattr(metric, "_fn", None)
 
 
+def with_function(metric: Any, function: Any) -> tuple[Any, str, Any]:
+    """An attribute that has a metric be the mean of another function, as (object, name, value)."""
+    return metric, "_fn", function
+
+
 # Weights of numbers that a mean gets from a step, such as a loss, or from a function given to `compile`.
 
 

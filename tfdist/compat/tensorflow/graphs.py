@@ -9,7 +9,7 @@ import functools
 import pathlib
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -280,3 +280,13 @@ def _translated(error: tf.errors.OpError) -> Exception:
 
 def _is_own(file: str) -> bool:
     return not any(part in file for part in _FOREIGN)
+
+
+def operations_behind(operation: tf.Operation, sources: Collection[tf.Operation] = ()) -> set[tf.Operation]:
+    """Returns an operation of a graph and those that its inputs are computed by, except what is behind `sources`."""
+    waiting, found = [operation], {operation}
+    while waiting:
+        inputs = {tensor.op for tensor in waiting.pop().inputs} - found - {*sources}
+        waiting += inputs
+        found |= inputs
+    return found
