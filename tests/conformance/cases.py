@@ -419,6 +419,7 @@ for _step in (own_models.of_keras, own_models.of_both, own_models.average_by_ten
     # TensorFlow divides by the size of the batch that a replica has, times their number.
     _count = 40 if _step is own_models.average_by_tensorflow else 45
     _own(f"step {_step.__name__}", model=own_models.stepping(_step), data=(X[:_count], Y[:_count]))
+_own("step sum_by_batch", model=own_models.stepping(own_models.sum_by_batch))
 _own("step tracked by other names", model=own_models.Named)
 _own("step decorated", model=own_models.Decorated, calls=["evaluate"])
 _own("step with slices", model=own_models.Slices)

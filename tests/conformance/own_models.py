@@ -92,6 +92,11 @@ def average_by_tensorflow(model, x, y):
     return {"loss": model.update(lambda: tf.nn.compute_average_loss(squares()))}
 
 
+def sum_by_batch(model, x, y):
+    """Adds up its losses, as `tf.nn.compute_average_loss` does with a global batch size."""
+    return {"loss": model.update(lambda: tf.reduce_sum((model(x) - y) ** 2) / 8)}
+
+
 def by_hand(model, x, y):
     """Assigns the weights, without an optimizer."""
     with tf.GradientTape() as tape:

@@ -176,9 +176,89 @@ def trained_by_own_step(strategy: Any, together: Callable[[Any], Any], reduction
     return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
 
 
-def test_mean_of_a_loss_without_reduction_is_one(strategy):
-    one, many = (trained_by_own_step(s, tf.reduce_mean, "none") for s in (tf.distribute.get_strategy(), strategy))
+TOGETHER = {"mean": tf.reduce_mean, "average": tf.nn.compute_average_loss}
+TOGETHER |= {"sum": tf.reduce_sum, "by batch": lambda each: tf.reduce_sum(each) / 8}
+
+
+@pytest.mark.parametrize("together", TOGETHER)
+def test_own_step_adds_up_as_on_one_device(strategy, together: str, capfd):
+    one, many = (trained_by_own_step(s, TOGETHER[together], "none") for s in (tf.distribute.get_strategy(), strategy))
     assert_close(one, many)
+    is_sum = together in ("sum", "by batch")
+    assert capfd.readouterr().err.count("a sum over the examples") == is_sum
+
+
+def test_loss_scale_of_an_own_step_is_that_of_one_device(strategy):
+    def trained(strategy: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = Steps(lambda losses: model.optimizer.scale_loss(1000 * tf.reduce_mean(losses)))
+            scaled = OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(1e-6))
+            model.compile(scaled, keras.losses.MeanSquaredError(reduction="none"))
+            for layer in model.layers:
+                layer.dtype_policy = "mixed_float16"
+        model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return np.asarray(scaled.dynamic_scale), model.get_weights()
+
+    one, many = (trained(s) for s in (tf.distribute.get_strategy(), strategy))
+    assert one[0] == many[0] < 2**15
+    np.testing.assert_allclose(many[1][0], one[1][0], rtol=0.02)
+
+
+def dice(y, predicted):
+    return 1 - (2 * tf.reduce_sum(y * predicted) + 1) / (tf.reduce_sum(y + predicted) + 1)
+
+
+def kept(y, predicted):
+    return tf.boolean_mask((y - predicted) ** 2, y > np.quantile(Y, 0.2))
+
+
+LOSSES = {
+    "without reduction": keras.losses.MeanSquaredError("none"),
+    "sum": lambda y, predicted: tf.reduce_sum((y - predicted) ** 2) / 100,
+    "of all together": dice,
+    "of fewer numbers": kept,
+    "mean of fewer": lambda y, predicted: tf.reduce_mean(kept(y, predicted)),
+    "of Keras": keras.losses.Tversky(axis=(1,)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_of_any_kind_trains_as_on_one_device(strategy, loss: str, capfd):
+    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), loss=LOSSES[loss], metrics=[dice])
+    assert "leaves examples out" not in capfd.readouterr().err
+
+
+class Bank(keras.Sequential):
+    """Keeps its newest outputs."""
+
+    def __init__(self, make: str) -> None:
+        super().__init__([keras.Input((3,)), keras.layers.Dense(1)])
+        is_of_keras = make == "weight"
+        self.bank = self.add_weight(shape=(16, 1), trainable=False) if is_of_keras else tf.Variable(tf.zeros([16, 1]))
+
+    def train_step(self, data):
+        result = super().train_step(data)
+        newest, kept = self(data[0]), tf.convert_to_tensor(self.bank)
+        self.bank.assign(tf.concat([newest, kept[: -tf.shape(newest)[0]]], 0))
+        return result
+
+
+def test_weight_assigned_from_single_examples_is_refused(strategy):
+    with strategy.scope():
+        model = Bank("weight")
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="depends on the order of the examples"):
+        model.fit(X[:40], Y[:40], batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 0
+
+
+def test_own_variable_assigned_from_examples_is_named(strategy, capfd):
+    with strategy.scope():
+        model = Bank("variable")
+        model.compile("sgd", "mse")
+    model.fit(X[:40], Y[:40], batch_size=8, verbose=0)
+    assert capfd.readouterr().err.count("it assigns to the tf.Variable") == 1
 
 
 class Alternating(own_models.Own):
@@ -213,15 +293,6 @@ def test_sum_given_to_compile_is_summed_in_own_steps(strategy):
     assert_close(one, many)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [keras.losses.MeanSquaredError("none"), pytest.param(keras.losses.Tversky(axis=(1,)), marks=pytest.mark.slow)],
-    ids=["none", "of Keras"],
-)
-def test_loss_of_any_reduction_trains_as_on_one_device(strategy, loss: Any):
-    assert_like_one_device(strategy, lambda: OPTIMIZERS.SGD(0.01), loss=loss)
-
-
 def test_a_metric_that_is_no_sum_is_refused_before_it_trains(strategy):
     with strategy.scope():
         model = dense_model()
@@ -246,15 +317,6 @@ def test_traceback_of_a_wrong_shape_has_the_users_frames(strategy):
     # As on one device: of Keras only the function that has shortened it, and the one that has raised.
     frames = [pathlib.Path(entry.path) for entry in raised.traceback]
     assert [path.name for path in frames] == [pathlib.Path(__file__).name, "traceback_utils.py", "input_spec.py"]
-
-
-def test_loss_that_leaves_examples_out_is_said_once(strategy, capfd):
-    with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", lambda y, predicted: tf.reduce_mean(tf.boolean_mask(y - predicted, y > 0.5)))
-    for _ in range(2):
-        model.fit(X, Y, batch_size=8, verbose=0)
-    assert capfd.readouterr().err.count("leaves examples out") == 1
 
 
 def test_two_strategies_on_the_same_devices_do_not_meet(cpus):

@@ -54,15 +54,21 @@ def joined(*batches: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.concatenate(leaves) for leaves in zip(*batches, strict=True)]
 
 
-def made_up(leaf: Any, count: int, seed: int) -> Any:
-    """Returns examples in [0, 1] like those of a tensor; None if its shape or dtype does not tell enough."""
+def made_up(leaves: Sequence[Any], count: int, seed: int) -> list[np.ndarray] | None:
+    """Returns examples in [0, 1] like those of flat tensors; None if a shape or dtype does not tell enough."""
+    random = np.random.default_rng(seed)
+    made = [_made_up(leaf, count, random) for leaf in leaves]
+    return None if any(each is None for each in made) else made
+
+
+def _made_up(leaf: Any, count: int, random: np.random.Generator) -> Any:
     if not isinstance(leaf, tf.Tensor | tf.TensorSpec) or not leaf.shape.rank:
         return None
     if not leaf.shape[1:].is_fully_defined() or not (leaf.dtype.is_floating or leaf.dtype.is_integer):
         return None
     if count * (leaf.shape[1:].num_elements() or 0) > _MOST_NUMBERS:
         return None
-    random, shape = np.random.default_rng(seed), (count, *leaf.shape[1:])
+    shape = count, *leaf.shape[1:]
     numbers = random.integers(0, 2, shape) if leaf.dtype.is_integer else random.uniform(size=shape)
     return numbers.astype(leaf.dtype.as_numpy_dtype)
 
@@ -154,7 +160,9 @@ def patches(
         if update is not plain:
             changes.append((metric, "update_state", update))
     changes += [models.weighed_numbers(mean, weight_of(mean)) for mean in means]
-    changes += [models.with_function(mean, _of_all(mean, function, gather)) for mean, function in _functions(means)]
+    for mean in means:
+        if models.function_of(mean) is not None:
+            changes.append(models.with_function(mean, _of_all(mean, models.function_of(mean), share, gather)))
     of_calls = [loss for loss in models.compiled_losses(model) if hasattr(loss, "call")]
     changes += [(loss, "call", _counted(loss, share, gather)) for loss in of_calls]
     optimizer = getattr(model, "optimizer", None)
@@ -172,50 +180,56 @@ def _update_by_whole(
     return update_state(values if values.shape.rank else whole(values, share), sample_weight)
 
 
-def _functions(means: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return [(mean, models.function_of(mean)) for mean in means if models.function_of(mean) is not None]
-
-
 def _counted(loss: Any, share: Callable[[], Any], gather: Gather | None) -> Callable[..., Any]:
     call = loss.call
+    computed = _of_all(loss, call, share, gather, functools.partial(_with_gradient_of_whole, share=share))
 
     def counted(y_true: Any, y_pred: Any) -> Any:
         if getattr(loss, "reduction", None) == "sum":
             return whole(tf.convert_to_tensor(call(y_true, y_pred)), share)
         if is_sum(loss):
             return call(y_true, y_pred)
-        with_gradient = functools.partial(_with_gradient_of_whole, share=share)
-        found = _of_all(loss, call, gather, with_gradient)(y_true, y_pred)
-        if _has_fewer(found, y_true, y_pred):
-            _notice(loss)
-        return found
+        return computed(y_true, y_pred)
 
     return counted
 
 
 def _of_all(
-    owner: Any, call: Callable[..., Any], gather: Gather | None, then: Callable[[Any], Any] = lambda found: found
+    owner: Any,
+    call: Callable[..., Any],
+    share: Callable[[], Any],
+    gather: Gather | None,
+    then: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Returns a loss or metric that computes with the examples of all replicas, where it needs them together.
 
-    That is one of one number which is no mean over examples, such as the Dice coefficient of a batch. Where they can't
-    be gathered, a line is written.
+    That is one of one number which is no mean over examples, such as the Dice coefficient of a batch, and a loss of
+    fewer numbers than examples. Where they can't be gathered, a sum is estimated, and a line is written for what is no
+    sum either.
 
     Args:
       owner: the Keras loss or metric.
       call: a function of labels and predictions.
+      share: see `patches`.
       gather: see `patches`.
-      then: called with what is computed from the examples of all.
+      then: of a loss; called with what is computed from the examples of all.
     """
 
     def computed(*given: Any, **named: Any) -> Any:
         found = call(*given, **named)
-        if getattr(found, "shape", None) != () or _is_mean_of_examples(functools.partial(call, **named), *given):
+        is_number = getattr(found, "shape", None) == ()
+        kind = _kind_of_number(functools.partial(call, **named), *given) if is_number else "mean"
+        if kind == "mean" and (is_number or then is not None) and _has_fewer(found, *given):
+            kind = "other"
+        if kind == "mean":
             return found
-        if gather is None or not all(tf.is_tensor(each) and each.shape.rank for each in given):
-            _notice(owner)
-            return found
-        return then(call(*map(gather, given), **named))
+        if gather is not None:
+            whole_batch = call(*map(gather, given), **named)
+            return whole_batch if then is None else then(whole_batch)
+        if kind == "sum":
+            return whole(found, share)
+        _notice(owner)
+        return found
 
     return computed
 
@@ -237,19 +251,20 @@ def _with_gradient_of_whole(found: tf.Tensor, share: Callable[[], Any]) -> tf.Te
     return scaled + tf.stop_gradient(found - scaled)
 
 
-def _is_mean_of_examples(call: Callable[..., Any], *given: Any) -> bool:
-    """Returns False if a loss of one number is no mean over made-up examples; True if they don't suit it."""
-    first, second = ([made_up(each, _EXAMPLES, seed) for each in given] for seed in range(2))
-    if any(each is None for each in first):
-        return True
+def _kind_of_number(call: Callable[..., Any], *given: Any) -> str:
+    """Returns "mean", "sum" or "other", by made-up examples; "mean" if they don't suit the function."""
+    first, second = (made_up(given, _EXAMPLES, seed) for seed in range(2))
+    if first is None or second is None:
+        return "mean"
     try:
         with tf.init_scope():
             value = lambda *batches: float(call(*map(tf.constant, joined(*batches))))  # noqa: E731
             one, other, twice, both = value(first), value(second), value(first, first), value(first, second)
     except Exception:
-        return True
-    is_mean = np.isclose(both, (one + other) / 2, rtol=1e-3) and np.isclose(twice, one, rtol=1e-3)
-    return bool(is_mean or not np.isfinite(both))
+        return "mean"
+    if not np.isfinite(both) or (np.isclose(both, (one + other) / 2, rtol=1e-3) and np.isclose(twice, one, rtol=1e-3)):
+        return "mean"
+    return "sum" if np.isclose(both, one + other, rtol=1e-3) else "other"
 
 
 def _scaling(scale_loss: Callable[[Any], Any], share: Callable[[], Any], weighs_loss: bool) -> Callable[[Any], Any]:

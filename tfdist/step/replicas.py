@@ -77,7 +77,7 @@ def run_step(
         if times and shares and not shares_of and replicas.has_other_workers(strategy):
             times.start_computing(shares.total)
         with losses.counted_as_one(strategy):
-            weights = _Weights(shares, strategy.num_replicas_in_sync, training and step.is_of_keras, sums)
+            weights = _Weights(shares, strategy.num_replicas_in_sync, training and _scales_its_loss(step), sums)
             weigh, finish = _before_sum(strategy, weights, batches), _after_sum(strategy, weights, batches)
             last = None
             if training and _updates_last(strategy, step):
@@ -176,7 +176,7 @@ class _Weights:
     Attributes:
       shares: the replicas' shares of the batch; None if they are known to be equal.
       num_replicas: replicas on all workers.
-      weigh_loss: True for Keras' own train step: its loss is weighted, which saves a pass over the gradients.
+      weigh_loss: True if all gradients are those of what `optimizer.scale_loss` returns: the loss is weighted there.
       sums: optimizers of which gradients are sums over the examples, which are not weighted.
     """
 
@@ -261,6 +261,17 @@ def _after_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any:
         return transforms.at_update(optimizer, sums, variables, is_only=is_only, **about)
 
     return at_update
+
+
+def _scales_its_loss(step: Step) -> bool:
+    """Returns True if each loss of a train step passes `optimizer.scale_loss`.
+
+    Keras' own step does it; to weigh its loss saves a pass over the gradients. With loss scaling other steps have to do
+    it, too, and a loss that is weighed there becomes no larger than that of one device, so float16 holds its gradient.
+    """
+    optimizer = step.model.optimizer
+    is_scaling = hasattr(optimizer, "inner_optimizer") and optimizers.optimizers_of(step.model) == [optimizer]
+    return step.is_of_keras or is_scaling
 
 
 def _updates_last(strategy: Any, step: Step) -> bool:

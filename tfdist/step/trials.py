@@ -78,9 +78,8 @@ def _is_of_a_user(step: Step) -> bool:
 
 
 def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
-    leaves = tf.nest.flatten(batch)
-    first, second = ([losses.made_up(leaf, _EXAMPLES, seed) for leaf in leaves] for seed in range(2))
-    if any(each is None for each in first):
+    first, second = (losses.made_up(tf.nest.flatten(batch), _EXAMPLES, seed) for seed in range(2))
+    if first is None or second is None:
         return losses.NO_SUMS
     try:
         # Variables of the trace may not be those of a graph that is being traced.
