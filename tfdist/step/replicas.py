@@ -438,12 +438,12 @@ class _Results:
         self.told.keep([*first, *used])
         counters = self.told.counters
         others: list[Any] = []
-        for index, (values, each) in enumerate(zip(local, formulas, strict=True)):
+        for index, (leaf, each) in enumerate(zip(tf.nest.flatten(logs), formulas, strict=True)):
             if each:
                 others += [list(values) for values in zip(*(formula.others for formula in each), strict=True)]
-            elif not self.told.has(values[0]):
+            elif not self.told.has(first[index]):
                 is_sum = index in self.sums.logs
-                others.append([self._whole(*each) for each in enumerate(values)] if is_sum else list(values))
+                others.append([self._whole(*each) for each in enumerate(local[index])] if is_sum else leaf)
         parts = [tf.add_n([tf.convert_to_tensor(copy) for copy in counter.value.values]) for counter in counters]
         parts += [self._mean_part(value) for value in [*others, *(variable.value for variable in statistics)]]
         gradients = last.gradients if last else []
