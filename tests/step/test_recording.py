@@ -212,39 +212,28 @@ def test_weights_written_before_a_loop_have_gradients() -> None:
     trained(lambda: Recurrent(by_all_weights, nothing))
 
 
-class Conditional(Stepping):
-    """Updates in every second step."""
-
-    def train_step(self, data: Any) -> Any:
-        loss, gradients = self.gradients(*data)
-        self.number.assign_add(1)
-
-        def update() -> tf.Tensor:
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return tf.constant(0)
-
-        tf.cond(tf.equal(self.number % 2, 1), update, lambda: tf.constant(0))
-        return {"loss": loss}
+def in_a_conditional(update: Callable[[], Any]) -> None:
+    tf.cond(tf.random.uniform([]) < 1.0, lambda: [update(), 0][1], lambda: 0)
 
 
-def test_a_conditional_update_is_made_when_its_condition_holds() -> None:
-    trained(lambda: Conditional(nothing, nothing))
+def in_a_while_loop(update: Callable[[], Any]) -> None:
+    tf.while_loop(lambda i: i < 2, lambda i: [update(), i + 1][1:], [0])
 
 
-def test_an_update_in_a_loop_is_refused() -> None:
-    class Looping(Stepping):
+def in_a_function(update: Callable[[], Any]) -> None:
+    tf.function(lambda: [update(), 0][1])()
+
+
+@pytest.mark.parametrize("where", [in_a_conditional, in_a_while_loop, in_a_function])
+def test_an_update_below_the_top_of_the_step_is_refused(where: Callable[[Callable[[], Any]], None]) -> None:
+    class Below(Stepping):
         def train_step(self, data: Any) -> Any:
             loss, gradients = self.gradients(*data)
-
-            def body(i: Any) -> Any:
-                self.optimizer.apply(gradients, self.trainable_variables)
-                return (i + 1,)
-
-            tf.while_loop(lambda i: i < 2, body, [0])
+            where(lambda: self.optimizer.apply(gradients, self.trainable_variables))
             return {"loss": loss}
 
-    model = made(lambda: Looping(nothing, nothing), metrics=None)
-    with pytest.raises(ValueError, match=r"optimizer\.apply inside of a loop"):
+    model = made(lambda: Below(nothing, nothing), metrics=None)
+    with pytest.raises(ValueError, match=r"optimizer\.apply inside of a conditional"):
         Halves(model)(X[:9], Y[:9])
 
 

@@ -483,22 +483,14 @@ class QuorumStep:
     def _add_up_encoded(
         self, own: contribution.ReplicaContribution, sum_gradients: SumGradients
     ) -> contribution.ReplicaContribution:
-        """Does the same in two rounds: a codec keeps parts of the gradients that the optimizer is given in the end.
-
-        Where `apply` is in a conditional, gradients are summed as they are: what is sent while no worker applies would
-        be lost.
-        """
+        """Does the same in two rounds: a codec keeps parts of the gradients that the optimizer is given in the end."""
         calls, variables = self._step.calls(), self._step.variables()
-        encoded = [
-            index
-            for index, each in enumerate(own.gradients)
-            if isinstance(each, tf.Tensor) and calls[index].flag is None
-        ]
+        encoded = [index for index, each in enumerate(own.gradients) if isinstance(each, tf.Tensor)]
         total = self._add_up(own, encoded)
-        factors = self._step.factors(total)
+        factor = self._step.factor(total)
         final = [
             contribution.times(given if each is None else each, factor)
-            for given, each, factor in zip(own.gradients, total.gradients, factors, strict=True)
+            for given, each in zip(own.gradients, total.gradients, strict=True)
         ]
         # Several calls may be equal.
         for call in {id(each): each for each in calls}.values():

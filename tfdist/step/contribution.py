@@ -24,7 +24,6 @@ class ReplicaContribution(NamedTuple):
       logs: results of the step other than metrics, times `weight`, float32.
       weight: float32 scalar; the number of examples, or 1 where all replicas are known to have equally many.
       replicas: float32 scalar; 1.
-      applies: for each conditional `optimizer.apply`, `weight` if the condition held, else 0.
       maxima: states of metrics that are reduced by the maximum instead of the sum.
     """
 
@@ -34,7 +33,6 @@ class ReplicaContribution(NamedTuple):
     logs: list[tf.Tensor]
     weight: tf.Tensor
     replicas: tf.Tensor
-    applies: Sequence[tf.Tensor] = ()
     maxima: Sequence[tf.Tensor] = ()
 
 

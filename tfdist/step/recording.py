@@ -10,16 +10,15 @@ again (`Findings`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist import _log
 from tfdist.compat.keras import models, optimizers
-from tfdist.compat.tensorflow import graphs, variables
+from tfdist.compat.tensorflow import variables
 from tfdist.compat.tensorflow.variables import LocalVariable
 
 
@@ -123,7 +122,6 @@ class Recording(models.ReadingScope):
         self._touched: dict[int, Any] = {}
         self._writes: list[Write] = []
         self._updated: dict[int, Any] = {}
-        self._held: list[tuple[Any, Any, int]] = []
         self._reads = LateReads()
         for variable in findings.stand_ins.values():
             value = tf.convert_to_tensor(self.state_mapping.pop(id(variable), variables.tf_variable(variable)))
@@ -154,11 +152,7 @@ class Recording(models.ReadingScope):
 
     def applied(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Notes that the optimizer updates these variables here; earlier writes are assigned before the update."""
-        if self.is_at_the_top():
-            self._note_writes()
-        else:
-            # Values of its writes are available only after the conditional.
-            self._held += [(v, self.get_current_value(v), self.num_applied) for v in self._take_touched()]
+        self._note_writes()
         self.num_applied += 1
         self._updated.update({id(variable): variable for variable in variables})
         self._reads.applied(variables)
@@ -167,7 +161,7 @@ class Recording(models.ReadingScope):
         for variable in (*variables, *(variable for part in parts for variable in part.variables)):
             if id(variable) not in rates:
                 self.state_mapping.pop(id(variable), None)
-        if self.is_at_the_top() and len(parts) == 1:
+        if len(parts) == 1:
             # The only result of the update that is known before it.
             counted = tf.convert_to_tensor(optimizer.iterations)
             self.state_mapping[id(optimizer.iterations)] = counted + tf.ones([], counted.dtype)
@@ -176,31 +170,16 @@ class Recording(models.ReadingScope):
         """Returns all writes, after the step was traced."""
         self._findings.late_reads = self._reads.paths()
         self._note_writes()
-        with self.at_the_top():
-            held = [Write(variable, tf.convert_to_tensor(value), position) for variable, value, position in self._held]
-        return [*held, *self._writes]
+        return self._writes
 
     def _note_writes(self) -> None:
-        with self.at_the_top():
-            for variable in self._take_touched():
-                value = tf.convert_to_tensor(self.get_current_value(variable))
-                self._writes.append(Write(variable, value, self.num_applied))
-
-    def _take_touched(self) -> list[Any]:
-        """Returns the variables that may have been written since the last call, all stand-ins included."""
+        """Notes the variables that may have been written since the last call, all stand-ins included."""
         stand_ins = self._findings.stand_ins.items()
         written = {key: v for key, v in stand_ins if isinstance(self.state_mapping.get(key), LocalVariable)}
         touched, self._touched = self._touched, {}
-        return list({**touched, **written}.values())
-
-    @contextlib.contextmanager
-    def at_the_top(self) -> Iterator[None]:
-        """Context in which operations are added to the graph of the step, outside of its conditionals."""
-        if self.is_at_the_top():
-            yield
-            return
-        with self.graph.as_default(), tf.control_dependencies(None):
-            yield
+        for variable in {**touched, **written}.values():
+            value = tf.convert_to_tensor(self.get_current_value(variable))
+            self._writes.append(Write(variable, value, self.num_applied))
 
     def start_of(self, variable: Any) -> tf.Tensor | None:
         """Returns the initial tensor of a variable of `starts`."""
@@ -221,18 +200,12 @@ class Applied:
     variables: list[Any]
     # For each variable: True if it has a gradient.
     present: list[bool]
-    # Within a conditional: 1 if the branch was taken.
-    flag: LocalVariable | None = None
-    # The gradients that are not None; within a conditional, the variables that carry them out of it.
-    kept: list[Any] = dataclasses.field(default_factory=list)
+    # Those that are not None.
+    gradients: list[Any]
 
     def trained(self) -> list[Any]:
         """Returns the variables that have a gradient."""
         return [variable for variable, is_present in zip(self.variables, self.present, strict=True) if is_present]
-
-    def gradients(self) -> list[Any]:
-        """Returns the gradients as tensors of the graph of the step."""
-        return [each.read_value() if isinstance(each, LocalVariable) else each for each in self.kept]
 
 
 def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[..., Any]:
@@ -246,43 +219,18 @@ def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[
                 f"policies: the optimizer {optimizer.name!r} must have its variables before a step is traced; call "
                 "optimizer.build(variables) after the model is built. Received: an optimizer that was not built"
             )
-        applied = Applied(optimizer, variables, [gradient is not None for gradient in grads])
-        present = [(gradient, v) for gradient, v in zip(grads, variables, strict=True) if gradient is not None]
-        if scope.is_at_the_top():
-            applied.kept = [gradient for gradient, _ in present]
-        else:
-            _keep(applied, present, scope)
-        calls.append(applied)
+        if not scope.is_at_the_top():
+            raise ValueError(
+                "policies: a train_step must not call optimizer.apply inside of a conditional, a loop or a "
+                "tf.function, because an update is made once per step, from several replicas; compute the gradients "
+                f"there, and call it afterwards. Received: optimizer {optimizer.name!r}"
+            )
+        present = [gradient is not None for gradient in grads]
+        calls.append(Applied(optimizer, variables, present, [each for each in grads if each is not None]))
         scope.applied(optimizer, variables)
         return optimizer.iterations
 
     return apply
-
-
-def _keep(applied: Applied, gradients: Sequence[tuple[Any, Any]], scope: Recording) -> None:
-    """Carries the gradients of an `apply` out of its conditional or function."""
-    if graphs.in_loop():
-        raise ValueError(
-            "policies: a train_step must not call optimizer.apply inside of a loop, because an update is made once per "
-            "step; sum the gradients in the loop and call it afterwards. Received: optimizer "
-            f"{applied.optimizer.name!r}"
-        )
-    with scope.at_the_top():
-        applied.flag = LocalVariable(tf.constant(0.0))
-        applied.kept = [LocalVariable(tf.zeros(variable.shape, gradient.dtype)) for gradient, variable in gradients]
-    applied.flag.assign(1.0, read_value=False)
-    for kept, (gradient, _) in zip(applied.kept, gradients, strict=True):
-        kept.assign(tf.convert_to_tensor(gradient), read_value=False)
-
-
-def apply_if(condition: tf.Tensor, apply: Callable[[], object]) -> None:
-    """Makes an update if the condition holds."""
-
-    def applied() -> tf.Tensor:
-        apply()
-        return tf.constant(True)
-
-    tf.cond(condition, applied, lambda: tf.constant(False))
 
 
 # Weights that a train step reads after it has called `optimizer.apply`, found in the graph of the step.

@@ -39,7 +39,7 @@ from tfdist.step import logs as logs_of_metrics
 from tfdist.step import losses, one_replica, recording, replicas
 from tfdist.step.contribution import ReplicaContribution, RowsByShard, nothing, of_shape, times
 from tfdist.step.gradients import Transforms
-from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, apply_if, capture
+from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, capture
 from tfdist.step.step import Step
 from tfdist.transforms import ARRIVAL
 
@@ -250,14 +250,13 @@ class SplitTrainStep:
             [times(tf.cast(leaf, tf.float32), weight) for leaf in self._shipped(result, told, writes, share)],
             tf.convert_to_tensor(weight),
             tf.constant(1.0),
-            tuple(times(each.flag.read_value(), weight) for each in layout.applied if each.flag is not None),
             tuple(maxima),
         )
 
     def _of_whole(self, call: Applied, share: Callable[[], Any]) -> list[Any]:
         """Returns the gradients of a call; those of a sum as an estimate of that over the whole batch."""
         is_sum = id(call.optimizer) in self._sums.optimizers
-        given = map(of_shape, call.gradients(), call.trained())
+        given = map(of_shape, call.gradients, call.trained())
         return [losses.whole(gradient, share) if is_sum else gradient for gradient in given]
 
     def _notice_summaries(self) -> None:
@@ -468,15 +467,13 @@ class SplitTrainStep:
           place: returns a context in which a variable's gradient is scaled, on the device of the variable.
           num_contributions: number of contributions, if it is constant; it may save a pass over the gradients.
           assign: assigns the new value of a variable of `states`.
-          are_final: whether gradients were multiplied by `factors` before they were summed.
+          are_final: whether gradients were multiplied by `factor` before they were summed.
           apply: updates from an optimizer, gradients and their variables.
         """
-        gradients, applies = iter(self._with_rows_added_up(total)), iter(total.applies)
-        assign_states = self._assigner(total, assign)
+        gradients, assign_states = iter(self._with_rows_added_up(total)), self._assigner(total, assign)
+        factor = 1.0 if are_final else self.factor(total, num_contributions)
         for position, each in enumerate(self._layout.applied):
             assign_states(position)
-            applied = next(applies) if each.flag is not None else None
-            factor = 1.0 if are_final else self._factor(total, num_contributions, applied)
             scaled: list[Any] = []
             for variable, has_gradient in zip(each.variables, each.present, strict=True):
                 with place(variable):
@@ -485,14 +482,10 @@ class SplitTrainStep:
                 each.optimizer,
                 scaled,
                 each.variables,
-                counts=None if applied is None else applied > 0,
                 contributors=total.replicas,
                 examples=functools.partial(self._examples, total),
             )
-            if applied is None:
-                apply(each.optimizer, scaled, each.variables)
-            else:
-                apply_if(applied > 0, functools.partial(apply, each.optimizer, scaled, each.variables))
+            apply(each.optimizer, scaled, each.variables)
         assign_states(len(self._layout.applied))
 
     def _examples(self, total: ReplicaContribution) -> Any:
@@ -533,24 +526,11 @@ class SplitTrainStep:
 
         return assign_at
 
-    def factors(self, total: ReplicaContribution) -> list[tf.Tensor | float]:
-        """Returns, for each gradient, the factor to the gradient of one device, from the sum of all but gradients."""
-        applies = iter(total.applies)
-        by_call = {
-            id(each): self._factor(total, None, next(applies) if each.flag is not None else None)
-            for each in self._layout.applied
-        }
-        return [by_call[id(each)] for each in self.calls()]
-
-    def _factor(
-        self, total: ReplicaContribution, num_contributions: int | None, applied: tf.Tensor | None = None
-    ) -> tf.Tensor | float:
+    def factor(self, total: ReplicaContribution, num_contributions: int | None = None) -> tf.Tensor | float:
         """Returns the factor from the sum of gradients to the gradient of one device; float64, for float64 models.
 
-        For a conditional `apply` it gives the mean over the replicas whose condition held; `applied` is their weight.
+        It is computed from the sum of all but gradients.
         """
-        if applied is not None and not self._are_sums:
-            return tf.math.reciprocal_no_nan(tf.cast(applied, tf.float64))
         if self._are_sums or self._is_even:
             return 1 / (num_contributions or tf.cast(total.replicas, tf.float64))
         return tf.math.reciprocal_no_nan(tf.cast(total.weight, tf.float64))
