@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transform_tests import TransformTests
 
 import tfdist
 from tfdist.policies import composition
@@ -34,7 +35,7 @@ READY = {
 
 
 @pytest.mark.parametrize("transform", READY.values(), ids=READY, scope="class")
-class TestReadyOnes(tfdist.testing.TransformTests):
+class TestReadyOnes(TransformTests):
     @pytest.fixture(autouse=True)
     def give(self, transform: GradientTransform) -> None:
         self.transform = transform

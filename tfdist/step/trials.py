@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
+from tfdist.compat import patching
 from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import optimizers_of, patched_attributes
 from tfdist.compat.tensorflow import graphs
@@ -36,12 +36,12 @@ _EXAMPLES = 4
 _DRAWS = 4
 # Operations whose effects would be seen.
 _EFFECTS = re.compile("Assign|Resource(Apply|Sparse|Scatter)|.*PyFunc|Print|Write.*Summary")
+_RANDOM = re.compile("(Stateless)?(Parameterized)?(Random|Truncated|Multinomial)")
 _ASSIGNMENT = re.compile("Assign(Add|Sub)?VariableOp")
 # Random layers, and penalties of weights, move the ratio away from 1 and 2.
 _MOST_OF_A_MEAN, _FROM_A_SUM = 1.3, 0.1
-
-# By model and kind of step: what was tried, and the answer.
-_answers: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, losses.Sums]]] = weakref.WeakKeyDictionary()
+# Attribute of a model: by kind of step, what was tried, and the answer.
+_ANSWERS = "_tfdist_sums_in_steps"
 
 
 def sums_in(strategy: Any, step: Step, batch: Any, num_replicas: int) -> losses.Sums:
@@ -61,7 +61,7 @@ def sums_in(strategy: Any, step: Step, batch: Any, num_replicas: int) -> losses.
     model = step.model
     if num_replicas == 1 or not _is_of_a_user(step):
         return losses.NO_SUMS
-    known = _answers.setdefault(model, {})
+    known: dict[str, tuple[Any, losses.Sums]] = patching.setdefault(model, _ANSWERS, dict)
     tried = (getattr(step.function, "__func__", None), getattr(model, "loss", None), getattr(model, "optimizer", None))
     if step.kind not in known or any(a is not b for a, b in zip(known[step.kind][0], tried, strict=True)):
         known[step.kind] = tried, _tried(strategy, step, batch)
@@ -86,11 +86,12 @@ def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
         with tf.init_scope():
             of_part, of_whole = (_Trial(strategy, step, batch, like) for like in (first, losses.joined(first, first)))
             orders = losses.joined(first, second), losses.joined(second, first)
-            states = [of_whole(order).states for order in orders] if of_whole.assigned else []
-            once, again = of_part(first), of_part(first)
-            draws = 1 if np.allclose(once.values, again.values, rtol=1e-3, equal_nan=True) else _DRAWS
+            # A random mask is one of places, and not of examples.
+            is_told = of_whole.assigned and not of_whole.is_random
+            states = [of_whole(order)[1] for order in orders] if is_told else []
+            draws = 1 if np.allclose(of_part(first)[0], of_part(first)[0], rtol=1e-3, equal_nan=True) else _DRAWS
             one, twice = (
-                np.mean([np.abs(trial(given).values) for _ in range(draws)], axis=0)
+                np.mean([np.abs(trial(given)[0]) for _ in range(draws)], axis=0)
                 for trial, given in ((of_part, first), (of_whole, losses.joined(first, first)))
             )
     except Exception:  # of a step that made-up examples don't suit
@@ -122,11 +123,6 @@ def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
     return losses.Sums(*map(frozenset, sums.values()))
 
 
-class _Values:
-    def __init__(self, values: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
-        self.values, self.states = np.array(values, np.float64), states
-
-
 class _Trial:
     """A step of one replica, traced for flat batches like one.
 
@@ -139,6 +135,7 @@ class _Trial:
     Attributes:
       names: of each value of a call, its kind and its key in `losses.Sums`.
       assigned: weights that the step assigns.
+      is_random: True if it draws random numbers.
 
     Raises:
       ValueError: the step does what would be seen, or gathers what other replicas have.
@@ -156,13 +153,14 @@ class _Trial:
         self._computed: Any = self._split.settled(lambda: one_replica.trace(strategy, self._results, specs))
         definition = self._computed.graph.as_graph_def()
         nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+        self.is_random = any(_RANDOM.match(node.op) for node in nodes)
         if any(_EFFECTS.match(node.op) for node in nodes):
             self._notice_own_variables()
             raise ValueError(f"{step.name} can't be tried")
 
-    def __call__(self, flat: Sequence[np.ndarray]) -> _Values:
+    def __call__(self, flat: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
         found = [each.numpy() for each in self._computed(*map(tf.constant, flat))]
-        return _Values(found[: len(self.names)], found[len(self.names) :])
+        return np.array(found[: len(self.names)], np.float64), found[len(self.names) :]
 
     def _notice_own_variables(self) -> None:
         """Writes a line for a `tf.Variable` of the user's that the step assigns what it computes from the batch."""

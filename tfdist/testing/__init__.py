@@ -24,13 +24,11 @@ from tfdist.testing.delay_injection import Delays, delays
 
 if TYPE_CHECKING:
     from tfdist.testing.faults import Faults, continue_task, kill, stop_task
-    from tfdist.testing.transform_tests import TransformTests
 
 __all__ = [
     "DelayDistribution",
     "Delays",
     "Faults",
-    "TransformTests",
     "constant",
     "continue_task",
     "delays",
@@ -44,13 +42,10 @@ __all__ = [
     "stop_task",
 ]
 
-_NEEDING_KERAS = {
-    **dict.fromkeys(("Faults", "continue_task", "kill", "stop_task"), "tfdist.testing.faults"),
-    "TransformTests": "tfdist.testing.transform_tests",
-}
+_NEEDING_KERAS = ("Faults", "continue_task", "kill", "stop_task")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NEEDING_KERAS:
         raise AttributeError(f"module 'tfdist.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(_NEEDING_KERAS[name]), name)
+    return getattr(importlib.import_module("tfdist.testing.faults"), name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A class of tests for gradient transforms: an implementer derives from it, and pytest runs what it inherits."""
+"""Promises that each gradient transform keeps, as a class of tests to derive from."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _ROWS = (6, 3)
 
 
 class TransformTests:
-    """Promises that each transform keeps. Give `transform`:
-
-        class TestMine(tfdist.testing.TransformTests):
-            transform = my_transform(...)
+    """Tests of `transform`.
 
     Attributes:
       transform: a `tfdist.transforms.GradientTransform`.
