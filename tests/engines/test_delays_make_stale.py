@@ -25,8 +25,10 @@ def test_the_variables_are_read_before_the_delay_and_the_gradient_is_sent_after_
         return lambda *arguments: events.append(event) or result
 
     monkeypatch.setattr(delay_hook, "installed", note("delay"))
-    compute = "contribute_from" if from_chief else "contribute"
-    step = types.SimpleNamespace(**{compute: note("read and compute", ["a gradient"]), "push": note("send")})
+    compute, computed = (
+        ("contribute_from", ["a gradient"]) if from_chief else ("contribute_next", (["a gradient"], 0.0, False))
+    )
+    step = types.SimpleNamespace(**{compute: note("read and compute", computed), "push": note("send")})
     feed = types.SimpleNamespace(from_chief=from_chief, take=note("take", "a batch"), used=note("used"))
     engine = types.SimpleNamespace(
         _attempts=[itertools.count()],

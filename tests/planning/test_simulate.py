@@ -332,7 +332,7 @@ ANY: Any = simulation
         (lambda: simulate(ClusterModel(compute=constant(1.0)), num_updates=0), "Received: num_updates=0"),
         (lambda: simulate(ClusterModel(servers=0, compute=constant(1.0))), "needs a parameter server"),
         (lambda: simulate(ClusterModel(compute=constant(1.0)), strategy="Other"), "strategy must be one of"),
-        (lambda: simulate(ClusterModel(workers=2), strategy="MirroredStrategy"), "use workers=1"),
+        (lambda: simulate(ClusterModel(workers=2), strategy="MirroredStrategy"), r"use ClusterModel\(workers=1\)"),
         (
             lambda: simulate(ClusterModel(2, compute=constant(1.0)), policies=[tfdist.Warmup(epochs=1)]),
             "must say how long an epoch is",
