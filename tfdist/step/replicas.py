@@ -36,6 +36,7 @@ from tfdist.step import gradients, losses, one_replica, recording, rehearsal, sc
 from tfdist.step import logs as logs_of_metrics
 from tfdist.step.contribution import times
 from tfdist.step.step import Step
+from tfdist.transport import gathers
 
 # Set on tensors that are the same on all replicas already.
 REDUCED = "_tfdist_reduced"
@@ -208,8 +209,8 @@ class _Weights:
         context: Any = tf.distribute.get_replica_context()
         # Not a stand-in.
         own = own[: self.shares.rows[replicas.current()]] if self.shares else own
-        count = tf.shape(own)[:1]
-        counts, every = context.all_gather(count, 0), context.all_gather(tf.stop_gradient(own), 0)
+        count, gather = tf.shape(own)[:1], lambda each: context.all_gather(each, 0)
+        counts, every = gather(count), gathers.gather(gather, lambda each: (each,), tf.stop_gradient(own))
         begin = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
         return tf.concat([every[:begin], own, every[begin + count[0] :]], 0)
 

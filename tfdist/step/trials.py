@@ -113,9 +113,7 @@ def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
             sums[kind].add(key)
         if kind == "optimizer" and _MOST_OF_A_MEAN < ratio < np.inf:
             is_what = "a sum over the examples, so those of the replicas are added up"
-            neither = (
-                "neither a mean nor a sum; divide it by the number of examples in the step, as tf.reduce_mean does"
-            )
+            neither = "neither a mean nor a sum; divide it by the number of examples, as tf.reduce_mean does"
             _log.say(
                 f"{step.name}: its gradient is {is_what if is_sum else neither}. Received: a gradient {ratio:.3g} "
                 "times as large for a batch that is given twice"
