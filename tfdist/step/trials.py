@@ -89,11 +89,11 @@ def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
             # A random mask is one of places, and not of examples.
             is_told = of_whole.assigned and not of_whole.is_random
             states = [of_whole(order)[1] for order in orders] if is_told else []
-            draws = 1 if np.allclose(of_part(first)[0], of_part(first)[0], rtol=1e-3, equal_nan=True) else _DRAWS
-            one, twice = (
-                np.mean([np.abs(trial(given)[0]) for _ in range(draws)], axis=0)
-                for trial, given in ((of_part, first), (of_whole, losses.joined(first, first)))
-            )
+            drawn = [of_part(first)[0] for _ in range(2)]
+            draws = 1 if np.allclose(*drawn, rtol=1e-3, equal_nan=True) else _DRAWS
+            drawn += [of_part(first)[0] for _ in range(len(drawn), draws)]
+            doubled = [of_whole(losses.joined(first, first))[0] for _ in range(draws)]
+            one, twice = (np.mean(np.abs(each[:draws]), axis=0) for each in (drawn, doubled))
     except Exception:  # of a step that made-up examples don't suit
         return losses.NO_SUMS
     for variable, value, reordered in zip(of_whole.assigned, *states, strict=True) if states else ():
@@ -177,8 +177,6 @@ class _Trial:
                 )
 
     def _keeping(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        function = tf.autograph.experimental.do_not_convert(function)
-
         def kept(batch: Any) -> Any:
             result = function(batch)
             self._logs = tf.nest.flatten(result)
