@@ -502,8 +502,8 @@ class RoundStep:
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         found, secs = step_times.timed_read(iterator.get_next)
-        batch, mark = found if self._marks_end else (found, [])
-        return [*self._contribute(batch), *([mark] if self._marks_end else []), secs]
+        batch, *mark = found if self._marks_end else (found,)
+        return [*self._contribute(batch), *mark, secs]
 
     def _contribute_batch(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))

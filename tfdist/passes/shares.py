@@ -160,10 +160,11 @@ def examples_of_others(strategy: Any, shares: Shares, parts: Sequence[Any], sum_
     leaves = tf.nest.flatten(parts[-1])
     chosen = [index for index, leaf in enumerate(leaves) if splitting.has_rows(leaf)]
     own = [
-        [tf.nest.flatten(splitting.first_example(part))[index] for index in chosen] for part in (parts[-1], parts[0])
+        [tf.nest.flatten(splitting.first_examples(part, 1))[index] for index in chosen]
+        for part in (parts[-1], parts[0])
     ]
     given = own[0] if len(parts) == 1 else [*map(splitting.joined, *own)]
-    first = [splitting.rows_up_to(leaf, 1) for leaf in given]
+    first = splitting.first_examples(given, 1)
     flat = tf.nest.flatten(first, expand_composites=True)
     specs = [tf.TensorSpec(tf.TensorShape(each.shape), each.dtype) for each in flat]
     index, count = replicas.worker_index(strategy), replicas.worker_count(strategy)
@@ -182,7 +183,7 @@ def examples_of_others(strategy: Any, shares: Shares, parts: Sequence[Any], sum_
         return [tf.io.parse_tensor(strings[number], spec.dtype) for number, spec in enumerate(specs)]
 
     def nothing() -> list[tf.Tensor]:
-        return tf.nest.flatten([splitting.rows_up_to(leaf, 0) for leaf in first], expand_composites=True)
+        return tf.nest.flatten(splitting.first_examples(first, 0), expand_composites=True)
 
     must_send: Any = tf.logical_and(shares.may_lack, shares.total > 0)
     with tf.device(replicas.worker_device(strategy)):

@@ -348,9 +348,9 @@ def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
 # Rows of a batch's components.
 
 
-def first_example(part: Any) -> Any:
-    """Returns the first example of a part; no example if it is empty."""
-    return tf.nest.map_structure(lambda leaf: rows_up_to(leaf, 1) if has_rows(leaf) else leaf, part)
+def first_examples(part: Any, count: int) -> Any:
+    """Returns the first examples of a part, or all if it has fewer."""
+    return tf.nest.map_structure(lambda leaf: rows_up_to(leaf, count) if has_rows(leaf) else leaf, part)
 
 
 def has_rows(leaf: Any) -> bool:

@@ -687,7 +687,7 @@ def filled_on_devices(parts: dict[str, Any], others: Sequence[Any] = ()) -> list
     # One example is sent to the other devices instead of a whole part. Splitting leaves the last part an example.
     for index in dict.fromkeys((len(values) - 1, 0)) if len(values) > 1 else ():
         with tf.device(devices[index]):
-            sources.append(splitting.first_example(values[index]))
+            sources.append(splitting.first_examples(values[index], 1))
     results = []
     for device, part in zip(devices, values, strict=True):
         with tf.device(device):
@@ -719,11 +719,7 @@ def unless_empty(predict: Callable[..., Any]) -> Callable[..., Any]:
             if is_known:
                 return [tf.zeros([0, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
             result = predict(filled(batch))
-            results.append(
-                tf.nest.map_structure(
-                    lambda leaf: splitting.rows_up_to(leaf, 0) if splitting.has_rows(leaf) else leaf, result
-                )
-            )
+            results.append(splitting.first_examples(result, 0))
             return tf.nest.flatten(results[-1], expand_composites=True)
 
         rows: Any = splitting.rows(batch)

@@ -181,7 +181,7 @@ class SplitTrainStep:
 
     def _extremes(self) -> list[tf.Tensor]:
         """Returns the current values of the states that are maxima or minima, as `ReplicaContribution.maxima`."""
-        extremes = [each for each in self._layout.states if each.mode in (recording.MAXIMUM, recording.MINIMUM)]
+        extremes = [each for each in self._layout.states if each.is_extreme]
         values = [(tf.convert_to_tensor(each.variable), each.mode) for each in extremes]
         return [value if mode == recording.MAXIMUM else -value for value, mode in values]
 
@@ -318,8 +318,9 @@ class SplitTrainStep:
                 self._layout.counters.append(variable)
                 counts.append(value)
                 continue
-            self._layout.states.append(StateWrite(variable, mode, position))
-            if mode in (recording.MAXIMUM, recording.MINIMUM):
+            state = StateWrite(variable, mode, position)
+            self._layout.states.append(state)
+            if state.is_extreme:
                 maxima.append(value if mode == recording.MAXIMUM else -value)
             else:
                 new_states.append(
@@ -436,8 +437,7 @@ class SplitTrainStep:
 
     def states(self) -> list[Any]:
         """Returns the variable of each of `ReplicaContribution.states`."""
-        extremes = (recording.MAXIMUM, recording.MINIMUM)
-        return [state.variable for state in self._layout.states if state.mode not in extremes]
+        return [state.variable for state in self._layout.states if not state.is_extreme]
 
     def targets(self) -> list[tuple[Any, Any]]:
         """Returns optimizer and variable of each gradient, in the order of `ReplicaContribution.gradients`."""
@@ -511,8 +511,7 @@ class SplitTrainStep:
         values, maxima = iter(total.states), iter(total.maxima)
         new: list[tuple[StateWrite, tf.Tensor]] = []
         for state in self._layout.states:
-            is_extreme = state.mode in (recording.MAXIMUM, recording.MINIMUM)
-            new.append((state, next(maxima) if is_extreme else next(values)))
+            new.append((state, next(maxima) if state.is_extreme else next(values)))
 
         def value_of(state: StateWrite, value: tf.Tensor) -> tf.Tensor:
             if state.mode == "mean":
@@ -560,6 +559,11 @@ class StateWrite:
     mode: str
     # Number of calls of `apply` before the write.
     position: int
+
+    @property
+    def is_extreme(self) -> bool:
+        """True if its values are in `ReplicaContribution.maxima`, and not in `states`."""
+        return self.mode in (recording.MAXIMUM, recording.MINIMUM)
 
 
 def summable(value: tf.Tensor, weight: Any) -> tf.Tensor:

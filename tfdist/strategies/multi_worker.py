@@ -195,7 +195,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         sum_gradients = self._compressed.in_step if self._compressed else None
         times = self._times.begin(tf.stack([called, got])) if self._is_timed else None
         part = self._batch_of(handle)
-        sums = trials.sums_in(self, step, part, self.num_replicas_in_sync)
+        sums = trials.sums_in(self, step, part, count)
         return run_step(self, run, step, part, self._sums.in_step, shares_of, sum_gradients, times, sums)
 
     def _batch_of(self, leaf: Any) -> Any:
