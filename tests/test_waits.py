@@ -95,7 +95,7 @@ UNBOUNDED = {
     "engines/server_calls.py:within": _OF_DONE_FUTURE,
     "launchers/supervise/processes.py:Process._finish": "the guard's pipes are closed; it was killed, or has ended",
     "launchers/supervise/processes.py:Process.pid": "the guard reports the start, or its end",
-    "launchers/supervise/attempts.py:_Probe.close": _AFTER_KILL,
+    "launchers/supervise/attempts.py:_reason": _AFTER_KILL,
     "launchers/slurm/job.py:BatchJob.run": _OF_CHILD,
     "launchers/ssh/client.py:main": _AFTER_KILL,
     "launchers/ssh/launcher.py:check_hosts": "each probe has a timeout",

@@ -136,7 +136,6 @@ def test_logs_keep_no_colours_and_say_once_that_the_disk_refuses(tmp_path):
     (tmp_path / "run" / "attempt_0" / "ps_0").write_text("in the way")
     for _ in range(2):
         logs.write("ps:0", ["line"], error=True)
-    logs.close()
     assert (tmp_path / "run" / "attempt_0" / "worker_0" / "stdout.log").read_text() == "red\n"
     assert len(said) == 1
     assert said[0].startswith("can't log what ps:0 prints: ")

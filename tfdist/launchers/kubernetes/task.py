@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
@@ -23,6 +23,7 @@ from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise import wrapping
 from tfdist.launchers.supervise.notices import Notices
+from tfdist.launchers.supervise.processes import on_signals
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 # Fails the Job of this pod regardless of its count of failures. It is no code of sysexits.h, and no signal.
@@ -81,8 +82,10 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the script as this pod's task; returns its exit code."""
-    # Installed from the beginning to the end, so that no signal is lost while the script doesn't run.
-    with _signals() as received:
+    # From the beginning to the end, so that no signal is lost while the script doesn't run: the first process of a
+    # container receives none without a handler.
+    received: list[int] = []
+    with on_signals(_ENDING, received.append):
         return _run(arguments, received)
 
 
@@ -116,18 +119,6 @@ def _is_preempted_too_often(values: flags.FlagValues, job: Shape, task: Task) ->
     # A JobSet counts restarts after failures, too. Failures of a task that has lost the chief are ignored.
     has_others = is_jobset or (job.num_ps > 0 and task.type != "chief")
     return restarts > values.max_preemptions + (values.max_restarts if has_others else 0)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Notes signals that end a pod. The first process of a container receives no signal without a handler."""
-    received: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in _ENDING}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import pathlib
 import signal
@@ -13,13 +12,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
 from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
 from tfdist.launchers.supervise.notices import ENDED, GIVEN_UP, Notices, not_joined
-from tfdist.launchers.supervise.output import Console, LogSettings, StartupNoise, TaskLogs, new_run_name
-from tfdist.launchers.supervise.processes import Process, Supervisor
+from tfdist.launchers.supervise.output import Console, LogSettings, TaskLogs, without_noise
+from tfdist.launchers.supervise.processes import Process, Supervisor, on_signals
 from tfdist.launchers.supervise.replacements import FailureRows, Replacements
 from tfdist.launchers.supervise.verdict import CAUSE_SECS, LEAST_SECS, FirstFailure
 
@@ -209,8 +208,6 @@ class Attempt:
                 continue
             if text := self._restart_lines.pop(name, ""):
                 self._say(*_muted_lines(ended), text)
-            if self._logs:
-                self._logs.close_task(name)
             try:
                 self._start(name)
             except OSError as error:
@@ -372,7 +369,7 @@ def _how(process: Process) -> str:
 
 
 def _last_lines(failed: Process) -> list[str]:
-    lines = [line for line in StartupNoise({}).without(failed.tail) if line.strip()]
+    lines = [line for line in without_noise(failed.tail) if line.strip()]
     # The output of a muted task was not printed, so that all that is left of it is shown.
     shown = lines if failed.is_muted else lines[-_SHOWN_LINES:]
     title = [f"the last lines of {failed.name}:"] if shown else []
@@ -420,7 +417,10 @@ def run_tasks(
       OSError: the directory for the logs can't be made.
     """
     submission = _Submission(request, logs, _RemainingWorkers(request, replan))
-    with _handling(submission.notify):
+    is_main = threading.current_thread() is threading.main_thread()
+    # Those that this process ignores (nohup) stay ignored.
+    signals = [each for each in _SIGNALS if is_main and signal.getsignal(each) is not signal.SIG_IGN]
+    with on_signals(signals, submission.notify):
         return submission.run()
 
 
@@ -431,7 +431,9 @@ class _Submission:
         self._restarts = request.restarts
         self._workers = workers
         self._logs = logs
-        self._folder = pathlib.Path(logs.directory, logs.run or new_run_name()) if logs.directory else None
+        # By default a name that sorts by time, and is unique among the launchers on this machine.
+        run = logs.run or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._folder = pathlib.Path(logs.directory, run) if logs.directory else None
         self._console = Console(on_broken_pipe=lambda: self.notify(signal.SIGPIPE))
         self._received: list[int] = []
         self._supervisor: Supervisor | None = None
@@ -480,17 +482,12 @@ class _Submission:
 
     def _attempt(self, number: int) -> AttemptOutcome:
         logs = TaskLogs(self._folder, number, self._say) if self._folder else None
-        console = self._console if self._logs.tee else _Quiet(self._console)
         on_lines = (lambda task, lines, error: logs.write(task.name, lines, error, task.restart)) if logs else None
-        try:
-            workers = self._workers
-            shown = workers.request.reporting if self._logs.quiet_workers else None
-            with Supervisor(console, on_lines, shown) as supervisor:
-                self._supervisor = supervisor
-                return Attempt(workers.request, supervisor, self._received, number, workers.min_workers, logs).run()
-        finally:
-            if logs:
-                logs.close()
+        workers = self._workers
+        shown = workers.request.reporting if self._logs.quiet_workers else None
+        with Supervisor(self._console, on_lines, shown if self._logs.tee else ()) as supervisor:
+            self._supervisor = supervisor
+            return Attempt(workers.request, supervisor, self._received, number, workers.min_workers, logs).run()
 
     def _pause(self, secs: float) -> bool:
         """Waits for `secs`; returns False once a signal has arrived, which wakes the supervisor."""
@@ -558,39 +555,6 @@ class _RemainingWorkers:
         return f"{len(self._left)} of {len(self._all)} workers, numbered anew, without {', '.join(without)}"
 
 
-class _Quiet(Console):
-    """Console that prints only the launcher's own lines."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def keeps_colours(self, error: bool) -> bool:
-        return False
-
-    def write(self, prefix: str, lines: Any, error: bool = False, number: int | None = None) -> None:
-        if number is None:
-            self._console.write(prefix, lines, error)
-
-    def say(self, lines: Iterable[str]) -> None:
-        self._console.say(lines)
-
-
-@contextlib.contextmanager
-def _handling(notify: Callable[[int], None]) -> Iterator[None]:
-    """Passes signals to `notify` within this block, except those that this process ignores (nohup)."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for signum in _SIGNALS:
-            if signal.getsignal(signum) is not signal.SIG_IGN:
-                before[signum] = signal.signal(signum, lambda number, _: notify(number))
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
 # Finds the unreachable hosts of a job, because a lost host may be the cause of another task's failure.
 
 
@@ -616,50 +580,33 @@ def unreachable(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[]
 
 
 def _reasons(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], bool]) -> dict[str, str]:
-    running = {host: _Probe(command) for host, command in probes.items()}
-    deadline = time.monotonic() + _ANSWER_SECS
-    while any(probe.is_running for probe in running.values()) and time.monotonic() < deadline:
-        if is_interrupted():
-            break
-        time.sleep(_LOOK_SECS)
-    reasons = {host: reason for host, probe in running.items() if (reason := probe.close())}
-    return {} if is_interrupted() else reasons
-
-
-class _Probe:
-    """Running probe command of one host."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._errors: IO[bytes] = io.BytesIO()
-        try:
+    with contextlib.ExitStack() as stack:
+        running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+        for host, command in probes.items():
             # No pipe, which a background process of the command could keep open.
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                start_new_session=True,
-            )
-        except OSError:
-            self._process = None  # A local error, which doesn't depend on the host.
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            # A command that can't be started says nothing of the host.
+            with contextlib.suppress(OSError):
+                null = subprocess.DEVNULL
+                process = subprocess.Popen(command, stdin=null, stdout=null, stderr=errors, start_new_session=True)
+                running[host] = process, errors
+        deadline = time.monotonic() + _ANSWER_SECS
+        while any(process.poll() is None for process, _ in running.values()) and time.monotonic() < deadline:
+            if is_interrupted():
+                break
+            time.sleep(_LOOK_SECS)
+        reasons = {host: _reason(process, errors) for host, (process, errors) in running.items()}
+    return {} if is_interrupted() else {host: reason for host, reason in reasons.items() if reason}
 
-    @property
-    def is_running(self) -> bool:
-        """True until the command has ended."""
-        return self._process is not None and self._process.poll() is None
 
-    def close(self) -> str:
-        """Ends the probe; returns the reason why the host can't be reached, or "" if it can."""
-        with self._errors:
-            if self._process is None:
-                return ""
-            if self.is_running:
-                with contextlib.suppress(OSError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-                return f"it does not answer within {_ANSWER_SECS:g} s"
-            self._errors.seek(0)
-            said = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-            code = self._process.returncode
-            return (said[-1][:200] if said else f"exit code {code}") if code else ""
+def _reason(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
+    """Ends a probe; returns the reason why its host can't be reached, or "" if it can."""
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"it does not answer within {_ANSWER_SECS:g} s"
+    errors.seek(0)
+    said = errors.read().decode("utf-8", "replace").strip().splitlines()
+    code = process.returncode
+    return (said[-1][:200] if said else f"exit code {code}") if code else ""

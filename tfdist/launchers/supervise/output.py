@@ -13,83 +13,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from tfdist import _log
 from tfdist.launchers import environment
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError
 
-# Filter for lines that TensorFlow's C++ code writes in every task. Log files have all lines.
-#
-# TF_CPP_MIN_LOG_LEVEL doesn't suppress informational lines that are written before TensorFlow's logger is set up; such
-# a logger writes the date 00/00. Warnings and errors stay, and so does Python's own logging, but for ordinary messages
-# of a job whose task ends: the rendezvous of a step is cleaned up; a worker is to delete the results of a step that
-# failed there, such as the one that has met the end of data of unknown length; functions can't be registered on a lost
-# task; all tasks abort their sums before they raise the same. This machine has no NVIDIA driver (303).
-
-
+# Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, or at the end
+# of a pass. All other warnings and errors stay, and log files have all lines. (303): the machine has no NVIDIA driver.
 _NOISE = re.compile(
-    r"WARNING: All log messages before absl::InitializeLog\(\)"
-    r"|[WE]0000 00:00:\d+\.\d+ +\d+ "
-    r"(?:local_rendezvous\.cc:\d+\] Local rendezvous is aborting with status: "
-    r"(?:ABORTED: Cleanup |.*Collective ops is aborted)"
-    r"|base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort "
-    r"|\w+\.cc:\d+\] Aborting (?:Ring|Hier)\w* with "
-    r"|preemption_notifier\.cc:\d+\] SIGTERM caught"
-    r"|coordination_service(?:_agent)?\.cc:\d+\] Encountered another error (?:while|when) reporting "
-    r"|destroy_tensor_handle_node\.h:\d+\] Ignoring an error encountered when deleting remote tensors handles: "
-    r"|cuda_platform\.cc:\d+\] failed call to cuInit: .*\(303\)"
-    r"|context\.cc:\d+\] Failed to (?:register|remove) function remotely due to "
-    r"(?:failed to connect to all addresses|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:))"
-    r"|I0000 00:00:\d+\.\d+ "
-)
-# Lines that belong to the line before them.
-_CONTINUED = re.compile(
-    r"To enable the following instructions: |/job:\w+/(?:replica:\d+/)?task:\d+$"
-    r"|Additional GRPC error information from remote target |:[A-Z_]+:Error received from peer "
-    r"|This could happen if the remote target has been disconnected from the client\.$"
-    r"|The error could be from a previous operation\. Restart your program to reset\.|\t \[\[\{\{"
-    r"|This is usually caused by an earlier error during execution\. "
+    r"WARNING: All log messages before absl::InitializeLog\(\)|I0000 00:00:|To enable the following instructions: [A-Z]"
+    r"|E0000 00:00:.*failed call to cuInit: .*\(303\)|W0000 00:00:.*Local rendezvous is aborting with status: ABORTED: "
 )
 
 
-class StartupNoise:
-    """Filter for the lines of one stream; it also removes the continuation lines of a removed line.
-
-    Args:
-      env: the environment of the task; with TF_CPP_MIN_LOG_LEVEL=0 in it, all lines stay.
-    """
-
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
-        env = os.environ if env is None else env
-        name = environment.TF_LOG_LEVEL_VARIABLE
-        level = env.get(name) or env.get(SENT_PREFIX + name) or ""
-        # TensorFlow takes what is no number as 0.
-        self._is_wanted = bool(level) and level not in ("1", "2", "3")
-        self._was_noise = False
-
-    def without(self, lines: Sequence[str]) -> list[str]:
-        """Returns the next lines without noise."""
-        return [line for line in lines if self._is_wanted or not self._is_noise(line)]
-
-    def _is_noise(self, line: str) -> bool:
-        self._was_noise = bool(_NOISE.match(line) or (self._was_noise and _CONTINUED.match(line)))
-        return self._was_noise
+def without_noise(lines: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
+    """Returns lines of a task without noise; all of them with TF_CPP_MIN_LOG_LEVEL=0 in the task's environment."""
+    name, env = environment.TF_LOG_LEVEL_VARIABLE, env or {}
+    is_wanted = "0" in (env.get(name), env.get(SENT_PREFIX + name))
+    return [line for line in lines if is_wanted or not _NOISE.match(line)]
 
 
 # Tracebacks on a job's screen: each is printed whole and once, however many tasks raise it. Log files have all lines.
-#
-# A traceback is held until its message is complete, and until those that began before it are printed, so that the error
-# of the first task comes before those of tasks that miss it. It is left out if another task has printed the same one,
-# and is one line if it says that another task has ended.
 
 
 TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 # The name of an exception at the beginning of a line: KeyboardInterrupt, or package.module.Class: message.
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*)(?:: .*)?$")
-# The errors of tasks that wait for a sum when another task fails: of TensorFlow, and of tfdist, which names the task.
-_MISSED = re.compile(r"Collective ops is aborted by: .*|ConnectionError: .*, as some have ended or failed: .*")
 # Numbers that differ between tasks of the same job: addresses, processes, times, devices, generated names.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 # A message is complete when nothing has followed for so long; held lines are printed after `_MOST_SECS` anyway.
@@ -111,32 +62,19 @@ class Tracebacks:
         self.clock = clock
         self.is_interrupted = False
         self.raised_secs: dict[str, float] = {}
-        self._changed = threading.Condition()
-        # The tasks whose tracebacks are held, in the order in which these began.
-        self._holding: list[str] = []
+        self._lock = threading.Lock()
         self._raised_by: dict[str, list[str]] = {}
 
     def begin(self, task: str) -> None:
         """Notes the beginning of a traceback."""
-        with self._changed:
+        with self._lock:
             self.raised_secs = {**self.raised_secs, task: self.clock()}
-            self._holding.append(task)
 
-    def is_first(self, task: str, timeout_secs: float = 0.0) -> bool:
-        """Returns True if no traceback is held, or becomes so within the timeout, that began before that of a task."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._holding[:1] == [task], timeout_secs)
-
-    def end(self, task: str, lines: Sequence[str]) -> Sequence[str]:
-        """Takes a whole traceback; returns the lines to print."""
-        with self._changed:
-            self._holding.remove(task)
-            self._changed.notify_all()
-            if self.is_interrupted and _class_of(lines) == "KeyboardInterrupt":
-                return []
-            missed = [line for line in lines if _MISSED.match(line)]
-            if missed and self._raised_by:
-                return missed[:1]
+    def end(self, task: str, lines: list[str]) -> list[str]:
+        """Takes a whole traceback; returns the lines to print: none if another task has raised the same."""
+        if self.is_interrupted and _class_of(lines) == "KeyboardInterrupt":
+            return []
+        with self._lock:
             tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), [])
             is_new = not tasks or task in tasks
             tasks += [] if task in tasks else [task]
@@ -144,18 +82,18 @@ class Tracebacks:
 
     def has_raised(self, task: str) -> bool:
         """Returns True if a traceback of this task was printed, or the same one of another task."""
-        with self._changed:
+        with self._lock:
             return any(task in tasks for tasks in self._raised_by.values())
 
     def raised_by_several(self) -> list[tuple[str, list[str]]]:
         """Returns the classes of the exceptions that several tasks have raised, and the names of the tasks."""
-        with self._changed:
+        with self._lock:
             several = [(text, list(tasks)) for text, tasks in self._raised_by.items() if len(tasks) > 1]
         return [(_class_of(text.split("\n")) or "exception", tasks) for text, tasks in several]
 
 
 class TracebackFilter:
-    """Holds the tracebacks in the lines of one task's standard error.
+    """Holds a traceback in the lines of one task's standard error until its message is complete.
 
     Args:
       tracebacks: those of the job.
@@ -163,50 +101,35 @@ class TracebackFilter:
     """
 
     def __init__(self, tracebacks: Tracebacks, task: str) -> None:
-        self._tracebacks = tracebacks
-        self._task = task
-        self._held: list[str] = []
+        self._tracebacks, self._task = tracebacks, task
+        # The lines that are held, if any; the times of their first and of their last one.
+        self.held: list[str] = []
         self._since = self._last = 0.0
-
-    @property
-    def is_holding(self) -> bool:
-        """True while lines are held."""
-        return bool(self._held)
 
     def feed(self, lines: Sequence[str]) -> list[str]:
         """Returns the lines to print now."""
         now, printed = self._tracebacks.clock(), list[str]()
         for line in lines:
-            if line == TRACEBACK and not self._is_chain():
+            last = next((each for each in reversed(self.held) if each.strip()), "")
+            if line == TRACEBACK and not last.startswith(_CHAINED):
                 printed += self.flush()
                 self._since = now
                 self._tracebacks.begin(self._task)
-                self._held = [line]
+                self.held = [line]
             else:
-                (self._held or printed).append(line)
+                (self.held or printed).append(line)
         self._last = now
-        return printed + self.flush() if len(self._held) > _MOST_LINES else printed
+        return printed + self.flush() if len(self.held) > _MOST_LINES else printed
 
     def due(self) -> list[str]:
         """Returns the held lines once their message is complete."""
         now = self._tracebacks.clock()
-        is_complete = now - self._last >= _SILENT_SECS and self._tracebacks.is_first(self._task)
-        return self.flush() if is_complete or now - self._since >= _MOST_SECS else []
-
-    def end(self) -> list[str]:
-        """Returns the held lines, at the end of the output; waits for tracebacks that began before."""
-        if self._held:
-            self._tracebacks.is_first(self._task, _MOST_SECS)
-        return self.flush()
+        return self.flush() if now - self._last >= _SILENT_SECS or now - self._since >= _MOST_SECS else []
 
     def flush(self) -> list[str]:
         """Returns the held lines that are to be printed."""
-        held, self._held = self._held, []
-        return list(self._tracebacks.end(self._task, held)) if held else []
-
-    def _is_chain(self) -> bool:
-        last = [line for line in self._held if line.strip()][-1:]
-        return bool(last) and last[0].startswith(_CHAINED)
+        held, self.held = self.held, []
+        return self._tracebacks.end(self._task, held) if held else []
 
 
 def _class_of(lines: Sequence[str]) -> str:
@@ -259,13 +182,8 @@ class LogSettings:
             )
 
 
-def new_run_name() -> str:
-    """Returns a name that sorts by time, and is unique among the launchers on this machine."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-
-
 class TaskLogs:
-    """The files of one attempt, each opened when its task first prints.
+    """The files of one attempt, each made when its task first prints.
 
     Args:
       folder: DIRECTORY/RUN.
@@ -280,43 +198,20 @@ class TaskLogs:
         self.folder = folder / f"attempt_{attempt}"
         self.folder.mkdir(parents=True)
         self._say = say
-        self._lock = threading.Lock()
-        self._files: dict[tuple[str, bool, int], IO[str] | None] = {}
+        self._refused: set[str] = set()
 
     def write(self, task: str, lines: Sequence[str], error: bool, restart: int = 0) -> None:
         """Appends lines to the log of a task's standard output or standard error; `restart` counts its restarts."""
-        key = task, error, restart
-        with self._lock:
-            try:
-                if key not in self._files:
-                    self._files[key] = self._open(*key)
-                if file := self._files[key]:
-                    file.write("".join(f"{_COLOUR.sub('', line)}\n" for line in lines))
-                    file.flush()
-            except OSError as problem:
-                self._files[key] = None
-                self._say(f"can't log what {task} prints: {problem}")
-
-    def close_task(self, task: str) -> None:
-        """Closes the files of a task that has ended; the others stay open."""
-        with self._lock:
-            for key in [key for key in self._files if key[0] == task]:
-                if file := self._files.pop(key):
-                    file.close()
-
-    def _open(self, task: str, error: bool, restart: int) -> IO[str]:
         name = ("stderr" if error else "stdout") + (f".{restart}" if restart else "")
         path = self.folder / task.replace(":", "_") / f"{name}.log"
-        path.parent.mkdir(exist_ok=True)
-        return path.open("a", encoding="utf-8", errors="backslashreplace")
-
-    def close(self) -> None:
-        """Closes the files; may be called again."""
-        with self._lock:
-            for file in self._files.values():
-                if file:
-                    file.close()
-            self._files.clear()
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write("".join(f"{_COLOUR.sub('', line)}\n" for line in lines))
+        except OSError as problem:
+            if task not in self._refused:
+                self._refused.add(task)
+                self._say(f"can't log what {task} prints: {problem}")
 
 
 _MAX_LINE = 1 << 16

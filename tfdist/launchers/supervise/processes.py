@@ -25,16 +25,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfdist.launchers.supervise.output import (
     TRACEBACK,
     Console,
     LineReader,
-    StartupNoise,
     TracebackFilter,
     Tracebacks,
+    without_noise,
 )
 
 # Runs a module of tfdist in a Python process that imports from the same places as this one. No TensorFlow import.
@@ -421,6 +421,17 @@ class Supervisor:
         self.stop()
 
 
+@contextlib.contextmanager
+def on_signals(numbers: Iterable[int], note: Callable[[int], object]) -> Iterator[None]:
+    """Calls `note` with each of these signals to this process within the block; in the main thread if any are given."""
+    before = {number: signal.signal(number, lambda received, _: note(received)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class _Printer:
     """Passes a task's lines on to the logs, and to the console without noise and with each traceback once."""
 
@@ -436,23 +447,23 @@ class _Printer:
         self._on_lines = on_lines
         self._tracebacks = tracebacks
         self._number = number
-        self._noise = {error: StartupNoise(env) for error in (False, True)}
+        self._env = env
 
     @property
     def is_holding(self) -> bool:
         """True while a traceback is held, so that `tick` has to be called."""
-        return self._tracebacks.is_holding
+        return bool(self._tracebacks.held)
 
     def show(self, process: Process, lines: list[str], error: bool) -> None:
         """Takes lines of a task's output."""
         if self._on_lines:
             self._on_lines(process, lines, error)
-        lines = self._noise[error].without(lines)
+        lines = without_noise(lines, self._env)
         self._write(process, self._tracebacks.feed(lines) if error else lines, error)
 
     def tick(self, process: Process, is_end: bool = False) -> None:
         """Prints a traceback that is complete, behind the last state of the task's progress bar."""
-        lines = self._tracebacks.end() if is_end else self._tracebacks.due()
+        lines = self._tracebacks.flush() if is_end else self._tracebacks.due()
         self._write(process, lines, True)
 
     def _write(self, process: Process, lines: Sequence[str], error: bool) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tfdist import _log
 from tfdist.cluster import Task
@@ -14,7 +14,7 @@ from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.notices import Notices, not_joined
 from tfdist.launchers.supervise.output import Console
-from tfdist.launchers.supervise.processes import Process, Supervisor
+from tfdist.launchers.supervise.processes import Process, Supervisor, on_signals
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _POLL_SECS = 1.0
@@ -65,13 +65,13 @@ def run_wrapped(
     with Supervisor(console, None if name else write_lines, () if is_muted else None) as supervisor:
         received, forwarded = [*early], [*early]
 
-        def note(signum: int, _: object) -> None:
+        def note(signum: int) -> None:
             received.append(signum)
             if on_signal is None or on_signal(signum):
                 forwarded.append(signum)
                 supervisor.wake()
 
-        with _handling(note):
+        with on_signals(_FORWARDED, note):
             task = supervisor.start(name or "task", command, {**os.environ, **env})
             code = _wait(supervisor, task, forwarded, is_over)
             task.wait(_DRAIN_SECS)
@@ -97,16 +97,6 @@ def _wait(supervisor: Supervisor, task: Process, forwarded: Sequence[int], is_ov
             supervisor.wait_first_exit(_OVER_SECS)
             supervisor.stop(grace_secs=_OVER_SECS)
             return 0
-
-
-@contextlib.contextmanager
-def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _FORWARDED}
-    try:
-        yield
-    finally:
-        for number, each in before.items():
-            signal.signal(number, each)
 
 
 def write_lines(process: Process, lines: list[str], error: bool) -> None:
