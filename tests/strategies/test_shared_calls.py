@@ -138,7 +138,7 @@ def compare_data(*datasets: tf.data.Dataset, is_for_predict: bool = False) -> se
         zip(datasets, agreements, strict=True) if found == {_shared_datasets.Division.DEALT} else ()
     ):
         same = _shared_datasets.SameBatches(agreement)  # pyright: ignore[reportArgumentType]
-        same.watched(dataset, is_for_predict).reduce(0, lambda count, *_: count + 1)
+        same.watching(dataset, is_for_predict)().reduce(0, lambda count, *_: count + 1)
     return found
 
 
@@ -242,7 +242,7 @@ def test_a_late_worker_of_a_quorum_is_compared_in_a_line(capfd: pytest.CaptureFi
     store: dict[str, Any] = {}
     for index, dataset in enumerate((of_arrays(LABELS), of_arrays(LABELS + 1))):
         same = _shared_datasets.SameBatches(Worker(index, store))  # pyright: ignore[reportArgumentType]
-        assert len(list(same.watched(dataset.batch(8), is_for_predict=False, has_quorum=True))) == 6
+        assert len(list(same.watching(dataset.batch(8), is_for_predict=False, has_quorum=True)())) == 6
     assert capfd.readouterr().err.count("another batch 0 on worker:1 than on worker:0") == 1
 
 
@@ -266,7 +266,7 @@ def test_watched_batches_keep_specs_and_length():
     ragged = tf.data.Dataset.from_tensor_slices({"x": tf.ragged.constant([[1], [2, 3], [4]]), "y": [True, False, True]})
     for dataset in (ragged.batch(2), ragged.batch(2, drop_remainder=True), of_arrays(NUMBERS, LABELS).batch(8)):
         same = _shared_datasets.SameBatches(Worker(0, {}))  # pyright: ignore[reportArgumentType]
-        watched = same.watched(dataset, is_for_predict=False)
+        watched = same.watching(dataset, is_for_predict=False)()
         assert watched.element_spec == dataset.element_spec and len(watched) == len(dataset)
         assert str(list(watched)) == str(list(dataset))
 

@@ -13,7 +13,7 @@ a small last batch leaves whole workers without a step.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -33,13 +33,19 @@ _UNEVEN = (
 )
 
 
-def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: int) -> tf.data.Dataset:
+def deal(
+    dataset: tf.data.Dataset,
+    parts: Sequence[int | tf.Tensor],
+    num_parts: int,
+    mapped: Callable[..., tf.data.Dataset] | None = None,
+) -> tf.data.Dataset:
     """The parts with these indices of each batch of `dataset`, one after the other.
 
     Args:
       dataset: yields global batches; all workers must see the same ones in the same order.
       parts: indices of the parts to keep, in the order in which they are to come.
       num_parts: into how many parts each batch is cut.
+      mapped: a method in place of `dataset.map`, which also takes no function.
 
     Raises:
       ValueError: the elements are not batches.
@@ -52,7 +58,10 @@ def deal(dataset: tf.data.Dataset, parts: Sequence[int | tf.Tensor], num_parts: 
         pieces = [cut(batch, part, num_parts) for part in parts]
         return pieces[0] if len(pieces) == 1 else _in_turn(pieces)
 
-    transform = dataset.map if len(parts) == 1 else dataset.flat_map
+    if len(parts) == 1:
+        transform = mapped or dataset.map
+    else:
+        transform = (mapped() if mapped else dataset).flat_map
     return _with_cardinality(in_order(transform(shares)), dataset, len(parts))
 
 
@@ -327,15 +336,17 @@ def joined(*parts: Any) -> Any:
 # Data sets of one worker's part of each batch, with the number of examples in all parts together.
 
 
-def part_for_worker(dataset: tf.data.Dataset, part: int, num_parts: int) -> tf.data.Dataset:
-    """Returns a data set of a worker's part of each batch, with the size of the whole batch."""
+def part_for_worker(
+    dataset: tf.data.Dataset, part: int, num_parts: int, mapped: Callable[..., tf.data.Dataset] | None = None
+) -> tf.data.Dataset:
+    """Returns a data set of a worker's part of each batch, with the size of the whole batch; `mapped` as in `deal`."""
     is_tuple = isinstance(dataset.element_spec, tuple)
 
     def take(*element: Any) -> tuple[Any, tf.Tensor]:
         batch = element if is_tuple else element[0]
         return cut(batch, part, num_parts), tf.cast(rows(batch), tf.int64)
 
-    return in_order(dataset.map(tf.autograph.experimental.do_not_convert(take))).prefetch(1)
+    return in_order((mapped or dataset.map)(tf.autograph.experimental.do_not_convert(take))).prefetch(1)
 
 
 def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:

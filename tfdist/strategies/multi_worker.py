@@ -424,9 +424,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     def _dealt(self, dataset: tf.data.Dataset, is_known: bool, options: Any = None) -> Any:
         parts, count = self._parts(), self.num_replicas_in_sync
         # In a warmup phase some workers leave out whole passes, which could not be told apart.
+        mapped = None
         if self._same_batches is not None and not self._warming:
-            dataset = self._same_batches.watched(dataset, _is_for_predict(), has_quorum=self._quorum is not None)
-        dealt = splitting.deal(dataset, parts, count).prefetch(len(parts))
+            mapped = self._same_batches.watching(dataset, _is_for_predict(), has_quorum=self._quorum is not None)
+        dealt = splitting.deal(dataset, parts, count, mapped).prefetch(len(parts))
         distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt, options))
         explain = lambda error: splitting.explain(error) or _shared_datasets.explain(error)  # noqa: E731
         distributed = inputs.explained_first_batch(distributed, explain)
@@ -434,9 +435,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             inputs.assume_full_batches(distributed)
         if options is not None or not (self._quorum or self._averaging or self._warming or self._knows_sizes):
             return distributed
-        own = part_datasets.part_for_worker(dataset, parts[0], count)
+        own = part_datasets.part_for_worker(dataset, parts[0], count, mapped)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
-        whole = self._averaging.distribute(dataset, lambda: distributed) if self._averaging else whole
+        if self._averaging:
+            whole = self._averaging.distribute(mapped() if mapped else dataset, lambda: distributed)
         # If the length is not known, the workers agree on the end in each step.
         if self._knows_sizes and is_known and tf.executing_eagerly():
             whole = self._in_fit(own, dataset.element_spec, lambda: distributed)
