@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import random
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -23,10 +23,6 @@ _SEED_INPUTS = {
     "RandomDatasetV2": (0, 1),
     "SamplingDataset": (2, 3),
 }
-# Attributes of operations that differ between processes with the same data set.
-_PROCESS_ATTRIBUTES = frozenset(
-    {"_class", "config", "config_proto", "container", "metadata", "seed", "seed2", "shared_name", "token"}
-)
 _HANDLES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
 # Prefixes of names of data sets. In order: data sets that make batches of single elements, that delay the first
 # element, and that pass elements on as they are.
@@ -131,7 +127,16 @@ class DatasetGraph:
         Seeds don't count, and neither do devices and the names of functions, tables, caches and random state.
         (`tf.data.Dataset.fingerprint` gives another number each time where functions are mapped.)
         """
-        return _fingerprint(self._graph)
+        found = []
+        for nodes in map(list, self._bodies()):
+            seeds = {node.input[position].split(":")[0] for node in nodes for position in _SEED_INPUTS.get(node.op, ())}
+            for node in nodes:
+                digest = hashlib.blake2b(node.op.encode(), digest_size=16)
+                if node.op == "Const" and node.name not in seeds and node.attr["dtype"].type not in _HANDLES:
+                    digest.update(node.attr["value"].SerializeToString(deterministic=True))
+                found.append(digest.digest())
+        # In any order: that of functions depends on their names.
+        return hashlib.blake2b(b"".join(sorted(found)), digest_size=16).hexdigest()
 
     def _forget_resources(self) -> None:
         """Makes a rebuilt data set create its random state and its caches anew.
@@ -151,67 +156,15 @@ class DatasetGraph:
         return tf.constant(self._graph.SerializeToString())
 
     def _bodies(self) -> Iterable[Any]:
-        return _bodies_of(self._graph)
-
-
-def _bodies_of(graph: Any) -> Iterable[Any]:
-    """Yields the nodes of a graph, and those of each of its functions."""
-    yield graph.node
-    for function in graph.library.function:
-        yield function.node_def
+        """Yields the nodes of the graph, and those of each of its functions."""
+        yield self._graph.node
+        for function in self._graph.library.function:
+            yield function.node_def
 
 
 def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
     """The data set that `DatasetGraph.serialize` wrote."""
     return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
-
-
-def _fingerprint(graph: Any) -> str:
-    functions = {function.signature.name: function for function in graph.library.function}
-    digests: dict[str, str] = {}
-
-    def of_function(name: str) -> str:
-        if name in functions and name not in digests:
-            digests[name] = ""  # if it calls itself
-            function = functions[name]
-            inputs = [each.name for each in function.signature.input_arg]
-            outputs = [function.ret[each.name] for each in function.signature.output_arg]
-            digests[name] = _digest(function.node_def, of_function, inputs, outputs)
-        return digests.get(name, name)
-
-    return _digest(graph.node, of_function)
-
-
-def _digest(
-    nodes: Sequence[Any], of_function: Callable[[str], str], inputs: Sequence[str] = (), outputs: Sequence[str] = ()
-) -> str:
-    """Returns a digest of the operations of a graph, or of a function with these inputs and outputs."""
-    places = {name: f"input {index}" for index, name in enumerate(inputs)}
-    places |= {node.name: str(index) for index, node in enumerate(nodes)}
-    seeds = {node.input[position].split(":")[0] for node in nodes for position in _SEED_INPUTS.get(node.op, ())}
-    digest = hashlib.blake2b(digest_size=16)
-
-    def add(*texts: Any) -> None:
-        for text in texts:
-            digest.update(text if isinstance(text, bytes) else str(text).encode())
-            digest.update(b"\0")
-
-    def place(name: str) -> str:
-        node, *output = name.removeprefix("^").split(":")
-        return ":".join([places.get(node, node), *output])
-
-    for node in nodes:
-        add(node.op, *map(place, node.input))
-        for key in sorted(set(node.attr) - _PROCESS_ATTRIBUTES):
-            value = node.attr[key]
-            is_of_process = node.name in seeds or value.tensor.dtype in _HANDLES
-            called = [value.func] if value.HasField("func") else value.list.func
-            if called:
-                add(key, *(of_function(function.name) for function in called))
-            elif key != "value" or not is_of_process:
-                add(key, value.SerializeToString(deterministic=True))
-    add(*map(place, outputs))
-    return digest.hexdigest()
 
 
 def _seed_inputs(node: Any, constants: dict[str, Any], draw: random.Random) -> None:
