@@ -37,15 +37,17 @@ def blocked(
     return WorkerStatus(f"worker:{index}", call, what, number, secs, of_log, part=part)
 
 
-def reason(own: WorkerStatus, others: list[WorkerStatus], awaited: list[str] = ALL, known: str = "") -> str | None:
+def later(status: WorkerStatus, secs: float) -> WorkerStatus:
+    return dataclasses.replace(status, blocked_secs=status.blocked_secs and status.blocked_secs + secs)
+
+
+def reason(own: WorkerStatus, others: list[WorkerStatus], awaited: list[str] = ALL) -> str | None:
     """The reason of a worker that has looked twice, as all have published a second time."""
     waits = Waits(own.task, [each.task for each in others])
-    if known:
-        waits.failed(known, 0.0)
-    for beat in (1, 2):
-        waits.look(own, 100.0 + beat)
+    for secs in (0, 1):
+        waits.look(own, 100.0 + secs)
         for each in others:
-            waits.hear(dataclasses.replace(each, beat=beat))
+            waits.hear(later(each, secs))
     return waits.reason(awaited)
 
 
@@ -69,7 +71,7 @@ class Job:
 
     def end(self, name: str, how: str = HAS_ENDED) -> None:
         self.ended.add(name)
-        self.store[name] = self.waits[name].end(how, self.now).to_json()
+        self.store[name] = WorkerStatus(name, ended=how).to_json()
 
     def run(self, secs: int) -> None:
         for _ in range(secs):
@@ -88,7 +90,7 @@ class Job:
             if other != name:
                 waits.hear(WorkerStatus.from_json(text))
         if (found := waits.reason([each for each in self.waits if each != name])) is not None:
-            waits.failed(found, self.now)
+            waits.failed(self.now)
             self.reasons.setdefault(name, found)
 
 
@@ -140,26 +142,6 @@ def test_wait_for_worker_that_ended_fails_soon_and_names_it(count: int, how: str
     assert all(first in text and ("own words" in text) is ("own words" in how) for text in job.reasons.values())
 
 
-@given(counts, st.data())
-def test_cause_outlives_the_worker_that_saw_it_first(count: int, data: st.DataObject):
-    """The others look only once it has ended, because their collectives fail with its process."""
-    job = Job(count)
-    for name, call in zip(job.waits, ["model.fit", *["model.evaluate"] * count], strict=False):
-        job.enter(name, call)
-    while not job.reasons:
-        job.run(1)
-    (first, cause), *_ = job.reasons.items()
-    how = data.draw(st.sampled_from([HAS_ENDED, f"{first} ended with RuntimeError: {cause}"]))
-    job.end(first, how)
-    late = Waits("late", list(job.waits))
-    late.hear(WorkerStatus.from_json(job.store[first]))
-    assert late.reason([first], WorkerStatus("late", "model.fit")) == cause
-    # It was raised already, and the next wait can't end for another reason.
-    late.failed(cause, job.now)
-    again = late.reason([first], WorkerStatus("late", "model.fit"))
-    assert again and again != cause and first in again and ("which has ended" in again) is (how == HAS_ENDED)
-
-
 @given(st.data())
 @settings(max_examples=50)
 def test_status_is_the_same_after_its_way_as_text(data: st.DataObject):
@@ -173,7 +155,7 @@ def test_wait_that_cannot_end_stays_published_for_a_while():
     assert waits.look(WorkerStatus("worker:0", "model.fit"), 1.0) == (None, False)
     shown, is_waiting = waits.look(blocked(0, "model.fit"), 2.0)
     assert is_waiting and shown and shown.blocked_secs == PARTED_SECS
-    waits.failed("the reason", 3.0)
+    waits.failed(3.0)
     assert waits.look(WorkerStatus("worker:0"), 4.0) == (None, False)
     shown, _ = waits.look(WorkerStatus("worker:0"), 9.0)
     assert shown and not shown.blocked_secs and waits.look(WorkerStatus("worker:0"), 10.0) == (None, False)
@@ -184,17 +166,17 @@ def test_status_that_is_not_renewed_is_of_no_wait():
     own, other = blocked(0, "model.evaluate"), blocked(1, "model.fit")
     waits = Waits("worker:0", ["worker:1"])
     found = []
-    for beat in (1, 2, 3, 3, 3, 3, 3):
+    for secs in (1, 2, 3, 3, 3, 3, 3):
         waits.look(own, 100.0)
-        waits.hear(dataclasses.replace(other, beat=beat))
+        waits.hear(later(other, secs))
         found.append(waits.reason(ALL) is not None)
     assert found == [False, True, True, True, True, True, False]
     # Nor is it one for the next wait of this worker, before it is renewed.
-    waits.hear(dataclasses.replace(other, beat=4))
+    waits.hear(later(other, 4))
     assert waits.reason(ALL)
     waits.look(WorkerStatus("worker:0"), 101.0)
     waits.look(own, 102.0)
-    waits.hear(dataclasses.replace(other, beat=4))
+    waits.hear(later(other, 4))
     assert waits.reason(ALL) is None
 
 
@@ -228,12 +210,6 @@ def test_wait_for_worker_that_failed_by_another_names_that_one():
     first = never(WorkerStatus("worker:0"), {"worker:2": LOST})
     ended = WorkerStatus("worker:0", ended=f"worker:0 ended with ConnectionError: {first}")
     assert reason(blocked(1, ""), [ended]) == first
-
-
-def test_end_after_another_reason_has_no_cause():
-    waits = Waits("worker:0", ["worker:1"])
-    assert not waits.failed(never(WorkerStatus("worker:0"), {"worker:1": LOST}), 1.0)
-    assert waits.end(HAS_ENDED, 2.0) == WorkerStatus("worker:0", ended=HAS_ENDED, beat=1)
 
 
 def test_wait_for_chief_goes_on_after_another_worker_ended():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import socket
@@ -53,32 +54,29 @@ def test_end_of_a_forked_copy_is_no_end_of_the_worker(agreement: Agreement, monk
     assert len(posted) == 1 and HAS_ENDED in posted[0]
 
 
-def test_end_after_the_workers_had_parted_names_the_cause(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
+def test_worker_that_saw_the_parting_first_tells_others_by_its_end(
+    agreement: Agreement, monkeypatch: pytest.MonkeyPatch
+):
     """The other worker may look only then: its collective fails as soon as the process of this one is gone."""
-    posted: dict[str, str] = {}
-    monkeypatch.setattr(agreement, "post", posted.__setitem__)
-    monkeypatch.setattr(agreement, "service_answers", lambda: True)
-    beats = itertools.count()
-
-    def status_of_other(key: str, timeout_ms: int) -> str:
-        part = step_of("2 sums")
-        return WorkerStatus("worker:0", "model.fit", blocked_secs=PARTED_SECS, part=part, beat=next(beats)).to_json()
-
-    monkeypatch.setattr(agreement, "peek", status_of_other)
-    monkeypatch.setattr(agreement, "lost", dict)
     own = WorkerStatus("worker:1", "model.fit", blocked_secs=PARTED_SECS, part=step_of("1 sum"))
+    other = WorkerStatus("worker:0", "model.fit", blocked_secs=PARTED_SECS, part=step_of("2 sums"))
+    secs = itertools.count(PARTED_SECS)
+    status_of_other = lambda key, _: dataclasses.replace(other, blocked_secs=next(secs)).to_json()  # noqa: E731
+    monkeypatch.setattr(agreement, "peek", status_of_other)
+    monkeypatch.setattr(agreement, "post", lambda key, text: None)
+    monkeypatch.setattr(agreement, "service_answers", lambda: True)
+    monkeypatch.setattr(agreement, "lost", dict)
     monkeypatch.setattr(agreement, "state", lambda *_: (own, TASKS[:1]))
     wait = _Wait("model.fit", "", 0, TASKS[:1], 0.0)
     monkeypatch.setattr(agreement, "current_wait", lambda: wait)
     for _ in range(2):
         agreement._watch._look()
-    agreement.end()
-    other = Agreement(TASKS[0], TASKS)
-    monkeypatch.setattr(other, "peek", lambda key, timeout_ms: posted[key])
-    monkeypatch.setattr(other, "_main_call", lambda: "model.fit")
-    reset = tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer")
     assert type(wait.failure) is RuntimeError and "in model.fit (a step of 1 sum)" in str(wait.failure)
-    assert repr(other.failure_behind(reset)) == repr(wait.failure)
+    late = Agreement(TASKS[0], TASKS)
+    ended = WorkerStatus("worker:1", ended=f"worker:1 ended with RuntimeError: {wait.failure}").to_json()
+    monkeypatch.setattr(late, "peek", lambda key, timeout_ms: ended)
+    reset = tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer")
+    assert str(wait.failure) in str(late.failure_behind(reset))
 
 
 def test_failure_of_a_wait_that_is_over_ends_no_other_wait(agreement: Agreement):

@@ -5,10 +5,9 @@ A call that needs all workers ends late if a worker is slow. It never ends if a 
 in another call. Each worker publishes its `WorkerStatus` while it waits; its `Waits` takes its own status and those of
 the others (events in), and says what to publish and why a wait can't end (answers out).
 
-    look    own status, time      ->  the status to publish, and whether the others are to be read
+    look    own status, time  ->  the status to publish, and whether the others are to be read
     hear    another's status
-    reason  tasks waited for      ->  why this wait can't end, or None
-    end     how the program ended ->  the last status to publish
+    reason  tasks waited for  ->  why this wait can't end, or None
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ A_VARIABLE = "tf.Variable (its first value)"
 _APART = "all workers wait, each in another call"
 # The message of `parted`, in that of another error.
 PARTED = re.compile(rf"{_APART}: [^\n\"\\]+")
-# Second half of the message of `never`, and of another error.
+# Second half of the message of `never`, in that of another error.
 _CAUSE = re.compile(r"as some have ended or failed: (.+)")
 _SAME = "the same number of steps, and set model.stop_training in the same step on all of them"
 # Cause of a lost worker whose connection is gone.
@@ -59,8 +58,6 @@ class WorkerStatus:
       log: its last numbered exchanges.
       ended: how its program has ended; "" if it has not.
       part: of a collective, `step_of` or `OUTSIDE`: whether it is in a step of that call; "" if it is not known.
-      cause: why its last wait could not end, if the workers had parted.
-      beat: number of statuses that it has published.
     """
 
     task: str
@@ -71,8 +68,6 @@ class WorkerStatus:
     log: Mapping[int, str] = dataclasses.field(default_factory=dict)
     ended: str = ""
     part: str = ""
-    cause: str = ""
-    beat: int = 0
 
     @property
     def place(self) -> tuple[int, str]:
@@ -108,10 +103,8 @@ class Waits:
         self._others = {other: WorkerStatus(other) for other in others}
         # The look at which the status of another was new; the first one of a wait may be old.
         self._new_at: dict[str, int] = {}
-        self._looks = self._beat = 0
+        self._looks = 0
         self._is_shown, self._shown_until = False, 0.0
-        # Why an earlier wait could not end, if the workers had parted: no later wait's reason.
-        self._known = ""
 
     def look(self, own: WorkerStatus, now: float) -> tuple[WorkerStatus | None, bool]:
         """Takes the current status of this worker, about once a second.
@@ -127,18 +120,18 @@ class Waits:
         if is_waiting:
             self._looks += 1
             self._is_shown = True
-            return self._to_publish(own), True
+            return own, True
         self._new_at.clear()
         if not self._is_shown or now < self._shown_until:
             return None, False
         self._is_shown = False
-        return self._to_publish(dataclasses.replace(own, blocked_secs=0.0)), False
+        return dataclasses.replace(own, blocked_secs=0.0), False
 
     def hear(self, status: WorkerStatus) -> None:
         """Takes the last status that another worker has published."""
         if status.task not in self._new_at:
             self._new_at[status.task] = self._looks - _FRESH_LOOKS
-        elif status.beat != self._others[status.task].beat:
+        elif status != self._others[status.task]:
             self._new_at[status.task] = self._looks
         self._others[status.task] = status
 
@@ -151,10 +144,6 @@ class Waits:
         """
         own, others = own or self._own, [self._current(each) for each in self._others.values()]
         ended = [each for each in others if each.ended and each.task in awaited]
-        # That the workers parted is the cause, of which the end of the one that saw it first is a consequence.
-        cause = next((each.cause for each in ended if each.cause), "")
-        if cause and cause != self._known:
-            return cause
         if ended:
             return _of_ended(own, ended)
         # A worker that has ended, and is not awaited, makes no call any more that could end the waits of the others.
@@ -163,22 +152,9 @@ class Waits:
             return None
         return _of_parted(living)
 
-    def failed(self, reason: str, now: float) -> bool:
-        """Notes that a wait fails for this reason, from `reason` or of a lost worker; True if the workers parted."""
+    def failed(self, now: float) -> None:
+        """Notes that a wait has failed, from `reason` or of a lost worker."""
         self._shown_until = now + SHOWN_SECS
-        if not PARTED.match(reason):
-            return False
-        self._known = reason
-        return True
-
-    def end(self, how: str, now: float) -> WorkerStatus:
-        """Returns the last status of this worker, to be published at the end of its program."""
-        is_cause = self._known and (now < self._shown_until or self._known in how)
-        return self._to_publish(WorkerStatus(self._own.task, ended=how, cause=self._known if is_cause else ""))
-
-    def _to_publish(self, status: WorkerStatus) -> WorkerStatus:
-        self._beat += 1
-        return dataclasses.replace(status, beat=self._beat)
 
     def _current(self, status: WorkerStatus) -> WorkerStatus:
         is_fresh = self._looks - self._new_at.get(status.task, -_FRESH_LOOKS) < _FRESH_LOOKS

@@ -668,7 +668,7 @@ class _Watch:
         """Publishes how the program has ended; nothing is published after it."""
         with self._lock:
             self._has_ended = True
-            self._post(self._waits.end(how, time.monotonic()))
+            self._post(WorkerStatus(str(self._agreement.task), ended=how))
 
     def read(self, task: str) -> WorkerStatus | None:
         """Returns the last status that a worker has published; None if there is none."""
@@ -694,8 +694,8 @@ class _Watch:
 
     def failed(self, reason: str) -> Exception:
         """Returns the exception for a wait that can't end."""
-        have_parted = self._waits.failed(reason, time.monotonic())
-        return RuntimeError(reason) if have_parted else ConnectionError(reason)
+        self._waits.failed(time.monotonic())
+        return RuntimeError(reason) if worker_waits.PARTED.match(reason) else ConnectionError(reason)
 
     def _post(self, status: WorkerStatus) -> None:
         self._agreement.post(f"state/{status.task}", status.to_json())
