@@ -102,7 +102,6 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "Embedding, recurrent layers, Dropout": (
             *_EMBEDDING,
             "recurrent, built from one example",
-            "test_normalization_dropout_and_embedding",
         ),
         "`devices_per_replica`": ("test_each_part_computes_on_its_device",),
         "`distribute_datasets_from_function`": ("test_the_user_may_give_each_worker_its_own_data",),
@@ -177,10 +176,7 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "another thread: `predict` of the same model": ("test_calls_with_counts_of_the_same_model_are_refused",),
         "another thread: any call of another model": ("test_two_models_train_in_two_threads",),
         "a callback: `evaluate`, `predict`": _OVERLAPPING,
-        "a callback: `fit`, of the same model or another": (
-            *_OVERLAPPING,
-            "test_fit_within_a_fit_counts_right_under_backup_workers",
-        ),
+        "a callback: `fit`, of the same model or another": _OVERLAPPING,
     },
 }
 

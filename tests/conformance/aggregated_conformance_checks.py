@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import own_models
 from cases import LOOPS, TRANSFORMS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
-from training import assert_close, with_uneven_pipelines
 
 
 class TestAggregated(Conformance):
@@ -21,7 +17,7 @@ class TestAggregated(Conformance):
     # sums changed on the servers, no part at all, whose example is whose.
     quick = frozenset(
         {
-            *("embedding, places", TRANSFORMS[1], "interrupted and resumed", "no batches"),
+            *(TRANSFORMS[1], "interrupted and resumed", "no batches"),
             "order of the data and of a part for validation",
         }
     )
@@ -32,12 +28,7 @@ class TestAggregated(Conformance):
             "test_error_of_the_data_is_raised",
             "test_every_batch_of_a_generator_is_used_once",
             "test_exception_in_the_step_keeps_its_type",
-            "test_own_pipelines_of_uneven_parts_count_by_their_examples",
-            "test_replicas_without_examples_leave_no_trace",
         }
     )
     # One device reads its weights after the update, a contribution those before.
     logs_within = 0.1
-
-    def test_own_pipelines_of_uneven_parts_count_by_their_examples(self, strategy: Any) -> None:
-        assert_close(*with_uneven_pipelines(strategy, own_models.one_number))

@@ -11,7 +11,7 @@ import multi_worker_cluster
 import own_models
 import pytest
 from averaging import AveragingEveryStep
-from cases import LOOPS
+from cases import LOOPS, TRANSFORMS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 from training import assert_close, with_uneven_pipelines
 
@@ -33,9 +33,7 @@ class TestMultiWorker(Workers):
     # `multi_worker_checks.py` has the callbacks that write.
     quick_tests = frozenset(
         {
-            "test_calls_within_callbacks_work",
             "test_evaluate_and_predict_see_every_example_once",
-            "test_every_batch_of_a_generator_is_used_once",
             "test_exception_in_the_step_keeps_its_type",
             "test_replicas_without_examples_leave_no_trace",
         }
@@ -58,7 +56,7 @@ class TestBackupWorkers(Workers):
     left_out = LOOPS
     logs_within = 0.1
     quick_tests = frozenset({"test_own_pipelines_of_uneven_parts_count_by_their_examples"})
-    quick = frozenset({"unknown length, steps_per_execution", "embedding, places", "transforms, identity, rows"})
+    quick = frozenset({"unknown length, steps_per_execution", TRANSFORMS[2]})
 
     @pytest.fixture(scope="class")
     @classmethod

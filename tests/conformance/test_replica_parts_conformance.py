@@ -19,11 +19,10 @@ class TestSpanningDevices(Conformance):
 
     is_exclusive = False
     # Where an operation runs depends on the parts of a step: eager, graph and loops, gradients that are dense, sparse
-    # and of a loop, sums that an optimizer clips, scales and keeps. `TestMirrored` has the others on one device each.
+    # and of a loop, sums that an optimizer clips. `TestMirrored` has the others on one device each.
     quick = frozenset(
         {
-            *("accumulation, clipnorm, ema", "run_eagerly", "embedding, clipnorm", "interrupted and resumed"),
-            "loop, gradient_penalty",
+            *("run_eagerly", "embedding, clipnorm", "loop, gradient_penalty"),
         }
     )
     quick_tests = frozenset()

@@ -84,34 +84,6 @@ def read_until(stream, text):
     raise AssertionError(f"{text!r} did not come after {lines}")
 
 
-LOST_AT_THE_END = """
-import os, signal, sys
-from tfdist.serving import embedded as serving
-
-said = []
-serving._log.say = said.append
-
-class Embedded(serving.EmbeddedCluster):
-    def _start(self, task):
-        return self._supervisor.start(str(task), [sys.executable, "-c", "import signal; signal.pause()"])
-
-embedded = Embedded(1, 1, False)
-os.kill(embedded.pid("ps:0"), signal.SIGKILL)
-embedded._processes["ps:0"].wait()
-# The program's last line may be reached before the thread that watches runs.
-embedded._is_closing = True
-embedded.keep_alive()
-embedded.close()
-print(*said)
-"""
-
-
-@pytest.mark.slow
-def test_a_server_lost_at_the_end_of_the_program_is_said():
-    done = subprocess.run([sys.executable, "-c", LOST_AT_THE_END], env=ENV, capture_output=True, text=True, timeout=100)
-    assert done.stdout.splitlines() == ["ps:0 ended with code -9."], done.stderr
-
-
 GIVEN_UP = """
 import queue, sys
 from tfdist.serving import embedded as serving

@@ -164,7 +164,7 @@ def test_one_that_cannot_be_read_is_put_aside_and_the_one_before_is_taken(tmp_pa
 
 @pytest.mark.processes
 def test_a_process_that_is_killed_while_it_writes_leaves_the_checkpoints_that_were_complete(tmp_path: pathlib.Path):
-    """The process writes checkpoints as fast as it can, and is killed after a random number of them."""
+    """The process writes checkpoints as fast as it can, and is killed while it does."""
     script = """
 import sys, numpy as np
 from tfdist.resume.checkpoint import Checkpoint, CheckpointDirectory
@@ -174,19 +174,18 @@ for step in range(1, 10**6):
     print(step, flush=True)
 """
     root = pathlib.Path(__file__).resolve().parents[2]
-    for number in (1, 4):
-        command = [sys.executable, "-c", script, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
-            assert process.stdout is not None
-            for _ in range(number):
-                done = int(process.stdout.readline())
-            process.send_signal(signal.SIGKILL)
-        directory, said = _directory(tmp_path)
-        found = directory.newest()
-        assert found is not None
-        assert found.step >= done
-        assert (found.arrays[0] == found.step).all()
-        assert not said
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout is not None
+        for _ in range(4):
+            done = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    directory, said = _directory(tmp_path)
+    found = directory.newest()
+    assert found is not None
+    assert found.step >= done
+    assert (found.arrays[0] == found.step).all()
+    assert not said
     directory.save(_of(10**7))
     assert not [name for name in _names(tmp_path) if not name.startswith("step-")]
 
@@ -201,14 +200,13 @@ time.sleep(600)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("machines", ["one", "two", "two without locks"])
+@pytest.mark.parametrize("machines", ["one", "two without locks"])
 def test_a_directory_belongs_to_one_training_that_lives(
     tmp_path: pathlib.Path, machines: str, monkeypatch: pytest.MonkeyPatch
 ):
     other, _ = _directory(tmp_path)
     if machines != "one":
         monkeypatch.setattr(checkpoint.socket, "gethostname", lambda: "elsewhere")
-    if machines == "two without locks":
         monkeypatch.setattr(checkpoint.fcntl, "lockf", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     command, root = [sys.executable, "-c", TRAINING, str(tmp_path)], pathlib.Path(__file__).resolve().parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pathlib
 import re
@@ -18,7 +17,6 @@ import tensorflow as tf
 from cutting_off import CutOff, CutOffError
 
 import tfdist
-from tfdist.compat.keras import calls
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -190,24 +188,6 @@ def test_a_training_that_has_ended_is_not_repeated(tmp_path: pathlib.Path):
     assert numbers.seen == [(0, step) for step in range(12)]
 
 
-@pytest.mark.slow
-def test_a_fit_that_was_looked_up_before_the_callback_was_made_is_known(tmp_path: pathlib.Path):
-    # As in `model.fit(x, y, callbacks=[Resume("checkpoints")])`, where nothing else of tfdist was used before.
-    def fit(epochs: int, *others: Any) -> dict[str, list[float]]:
-        calls.follow()
-        early = vars(calls.TRAINER)["fit"].__wrapped__.__get__(_model())
-        callbacks = [tfdist.callbacks.Resume(tmp_path), *others]
-        return early(X, Y, validation_data=(X, Y), epochs=epochs, callbacks=callbacks, verbose=0).history
-
-    assert len(fit(1)["val_loss"]) == 1
-    assert not calls._open
-    with pytest.raises(CutOffError):
-        fit(4, CutOff(5))
-    gc.collect()
-    assert not calls._open
-    assert len(fit(4)["val_loss"]) == 2
-
-
 def test_the_end_of_an_early_stop_is_saved(tmp_path: pathlib.Path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -333,26 +313,6 @@ def test_one_iterator_that_ends_with_the_epoch_is_gone_on_with(tmp_path: pathlib
     with pytest.raises(CutOffError):
         fit([tfdist.callbacks.Resume(tmp_path, "epoch"), CutOff(15)])
     _assert_equal(_weights(fit([tfdist.callbacks.Resume(tmp_path)])), _weights(calm))
-
-
-@pytest.mark.slow  # `test_what_callbacks_remember_of_a_metric_is_kept` has callbacks of Keras.
-def test_a_training_that_was_stopped_early_stays_so(tmp_path: pathlib.Path):
-    """With the weights that the callback has put back."""
-
-    def fit(epochs: int = 9) -> tuple[keras.Model, list[Any]]:
-        stop = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
-        model, numbers = _model(), Numbers()
-        model.fit(
-            **_data("arrays"), epochs=epochs, verbose=0, callbacks=[tfdist.callbacks.Resume(tmp_path), stop, numbers]
-        )
-        return model, numbers.seen
-
-    first, steps = fit()
-    assert 12 < len(steps) < 9 * 12
-    again, steps = fit()
-    assert steps == []
-    _assert_equal(again.get_weights(), first.get_weights())
-    assert len(fit(epochs=10)[1]) > 0
 
 
 def test_what_callbacks_remember_of_a_metric_is_kept(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]):

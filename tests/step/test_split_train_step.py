@@ -186,23 +186,6 @@ def test_own_steps_with_several_optimizers_and_logs_of_their_own() -> None:
     assert_close(plain.get_weights(), halved.get_weights())
 
 
-@pytest.mark.slow
-def test_variables_without_a_gradient_are_left_alone() -> None:
-    class Unused(keras.layers.Layer):
-        def build(self, shape: Any) -> None:
-            self.unused = self.add_weight(shape=(2,), initializer="ones")
-
-        def call(self, x: Any) -> Any:
-            return x
-
-    plain, halved = (made(lambda: keras.Sequential([*dense().layers, Unused()])) for _ in range(2))
-    halves = Halves(halved)
-    for x, y in batches():
-        plain.train_step((tf.constant(x), tf.constant(y)))
-        halves(x, y)
-    assert_close(plain.get_weights(), halved.get_weights())
-
-
 def test_optimizers_metrics_and_layers_are_left_as_they_were() -> None:
     model = made()
     Halves(model)(X[:9], Y[:9])

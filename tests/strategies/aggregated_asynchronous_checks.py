@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import keras
@@ -156,16 +155,6 @@ def test_transforms_know_staleness_and_weight(
     np.testing.assert_allclose(found[2], 2 * 2 * STEPS)
 
 
-@pytest.mark.slow
-def test_a_weight_of_nothing_changes_nothing(with_policies: Policies) -> None:
-    strategy = with_policies(tfdist.StalenessScaling(lambda staleness: 0.0))
-    model = compiled(strategy)
-    before = model.get_weights()
-    model.fit(X, Y, batch_size=BATCH, verbose=0)
-    for one, other in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def with_embedding() -> keras.Model:
     return keras.Sequential(
         [
@@ -200,22 +189,6 @@ def test_in_the_warmup_phase_it_is_one_device_and_weights_scale_its_gradients(
     for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert strategy.report().accepted == {"worker:0": 24 * 4, "worker:1": 0, "worker:2": 0, "worker:3": 0}
-
-
-@pytest.mark.slow
-def test_replicas_join_one_at_a_time(with_policies: Policies) -> None:
-    strategy = with_policies(tfdist.Warmup(steps=STEPS, ramp=True), tfdist.BackupWorkers(spares=1))
-    model, accepted = compiled(strategy), [strategy.report().accepted]
-    note = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: accepted.append(strategy.report().accepted)
-    )
-    model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0, callbacks=[note])
-    contributors = [{name for name in after if after[name] > before[name]} for before, after in pairwise(accepted)]
-    stages = [contributors[STEPS * stage : STEPS * (stage + 1)] for stage in range(4)]
-    for stage, updates in enumerate(stages):
-        # One of those that take part is a spare, but the last one counts.
-        assert {len(each) for each in updates} == {max(1, stage)}
-        assert set.union(*updates) <= {f"worker:{index}" for index in range(stage + 1)}
 
 
 def test_what_is_too_old_is_dropped_and_the_pass_still_ends(
@@ -254,31 +227,6 @@ class Counter(keras.layers.Layer):
         if training:
             self.count.assign(self.count + 1)
         return inputs
-
-
-@pytest.mark.slow
-def test_states_that_are_no_metrics_lose_nothing_to_stale_workers(with_policies: Policies, slow: None) -> None:
-    strategy = with_policies(tfdist.SoftSync(2))
-    model = compiled(strategy, lambda: keras.Sequential([keras.Input((6,)), Counter(), keras.layers.Dense(1)]))
-    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
-    # Each update is two calls that began with one value or another, and moves it by their mean.
-    assert int(model.layers[0].count.numpy()) == 2 * STEPS
-    assert max(strategy.report().staleness) > 0
-
-
-@pytest.mark.slow
-def test_what_one_fit_has_left_is_not_for_the_next(with_policies: Policies, slow: None) -> None:
-    strategy = with_policies(tfdist.SoftSync(1))
-    model = counting(strategy)
-    bad = X.copy()
-    bad[BATCH * 8 :] = np.nan
-    data = tf.data.Dataset.from_tensor_slices((bad, LABELS)).batch(BATCH)
-    data = data.map(lambda x, y: (tf.debugging.check_numerics(x, "bad record"), y))
-    # The workers go on to the bad record behind Keras' back; it is nobody's concern any more.
-    model.fit(data, steps_per_epoch=2, verbose=0)
-    history = model.fit(shuffled(), verbose=0).history
-    assert history["examples"] == [float(COUNT)]
-    assert history["sum"] == [float(LABELS.sum())]
 
 
 class OwnLoss(keras.Model):

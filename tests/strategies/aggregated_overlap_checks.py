@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tensorflow as tf
-from aggregated_asynchronous_checks import counting
-from aggregated_cluster import BATCH, COUNT, STEPS, X, Y, compiled
+from aggregated_cluster import BATCH, STEPS, X, Y, compiled
 from overlapping import during_fit
 
 import tfdist
@@ -39,29 +37,6 @@ def test_other_threads_are_refused_during_a_fit(with_policies: Policies) -> None
     assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (4 * STEPS, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: tfdist.SoftSync(1), lambda: tfdist.BackupWorkers(spares=0)])
-def test_programs_own_closures_run_before_during_and_after_a_fit(
-    with_policies: Policies, make: Callable[[], Any]
-) -> None:
-    strategy = with_policies(make())
-    model, coordinator = compiled(strategy), tf.distribute.coordinator.ClusterCoordinator(strategy)
-    doubled = tf.function(lambda x: 2 * x)
-
-    def on_a_worker() -> int:
-        remote = coordinator.schedule(doubled, (tf.constant(21),))
-        coordinator.join()
-        return int(remote.fetch()) * int(coordinator.done())
-
-    assert on_a_worker() == 42
-    for in_thread in (False, True):
-        meanwhile = during_fit(_fit(model), on_a_worker, in_thread=in_thread)
-        assert (meanwhile.error, meanwhile.result) == ("", 42)
-    assert on_a_worker() == 42
-    coordinator.join()
-    assert int(model.optimizer.iterations) == 2 * STEPS
-
-
 @pytest.mark.slow  # `test_other_threads_are_refused_during_a_fit` is the same refusal.
 def test_fit_within_a_fit_is_refused_under_soft_sync(with_policies: Policies) -> None:
     strategy = with_policies(tfdist.SoftSync(1))
@@ -71,11 +46,3 @@ def test_fit_within_a_fit_is_refused_under_soft_sync(with_policies: Policies) ->
         assert error.startswith(f"fit of model {chosen.name!r} is called within a callback of fit of model")
         assert "\n" not in error
     assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (2 * STEPS, 0)
-
-
-def test_fit_within_a_fit_counts_right_under_backup_workers(with_policies: Policies) -> None:
-    strategy = with_policies(tfdist.BackupWorkers(spares=0))
-    model, other = counting(strategy), compiled(strategy)
-    during_fit(_fit(model), _fit(other), in_thread=False)
-    assert model.history.history["examples"] == [COUNT]
-    assert (int(model.optimizer.iterations), int(other.optimizer.iterations)) == (STEPS, STEPS)

@@ -12,8 +12,7 @@ import made
 import numpy as np
 import pytest
 import tensorflow as tf
-from aggregated_cluster import BATCH, NUM_WORKERS, STALL_SECS, Straggler, X, Y, compiled
-from tensorflow.python.data.experimental.ops import testing
+from aggregated_cluster import NUM_WORKERS, STALL_SECS, Straggler, X, Y, compiled
 from training import Logs
 from waiting import wait_until
 
@@ -30,19 +29,6 @@ def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
     """In the place of the general check, which would take a worker that was started again for one left behind."""
     yield
     wait_until(lambda: not coordinator.lost_workers(cluster.distribution.coordinator), STALL_SECS)
-
-
-class Do(keras.callbacks.Callback):
-    """Calls a function after a batch, counted from 1 over all epochs."""
-
-    def __init__(self, at: int, function: Callable[[], object]) -> None:
-        super().__init__()
-        self._at, self._function, self._count = at, function, 0
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._count += 1
-        if self._count == self._at:
-            self._function()
 
 
 class Examples(keras.metrics.Metric):
@@ -146,54 +132,6 @@ def test_the_own_policy_of_the_page_shares_updates_fairly(with_policies: Callabl
     assert sum(accepted) == 24 * (NUM_WORKERS - 1) and max(accepted) - min(accepted) <= 2
     # One spare in each step at most.
     assert sum(report.dropped.values()) <= 24
-
-
-@pytest.mark.slow
-def test_slow_input_of_a_worker_with_spares_is_named(with_spares: Callable[[int], Any]) -> None:
-    strategy = with_spares(1)
-
-    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat()
-        return data.apply(testing.sleep(400_000)) if context.input_pipeline_id == LAST else data
-
-    strategy.distribution.recorder.take()
-    compiled(strategy).fit(strategy.distribute_datasets_from_function(make), steps_per_epoch=100, verbose=0)
-    report = strategy.distribution.recorder.take().report([f"worker:{index}" for index in range(NUM_WORKERS)])
-    slow, *others = (report.input_secs[f"worker:{index}"].p50 for index in (LAST, *range(LAST)))
-    assert slow > 0.05 > 2 * max(others)
-
-
-@pytest.mark.slow
-def test_evaluate_while_a_straggler_computes(with_spares: Callable[[int], Any], straggler: Straggler) -> None:
-    model = compiled(with_spares(1))
-    history = model.fit(
-        X, Y, batch_size=BATCH, epochs=2, validation_data=(X, Y), callbacks=[Do(3, straggler.held.is_set)], verbose=0
-    ).history
-    assert len(history["val_loss"]) == 2
-    assert history["val_loss"][-1] == pytest.approx(np.mean((model.predict(X, verbose=0) - Y) ** 2), rel=1e-3)
-
-
-@pytest.mark.slow  # The next test kills one while it pushes.
-@pytest.mark.parametrize("spares", [1, 0])
-def test_a_worker_killed_while_it_computes(
-    with_spares: Callable[[int], Any], straggler: Straggler, spares: int, capfd: pytest.CaptureFixture
-) -> None:
-    """Without a spare, training waits until it is back; with one it does not."""
-    strategy = with_spares(spares)
-    model = compiled(strategy)
-
-    def kill() -> None:
-        tfdist.testing.kill(strategy, f"worker:{LAST}")
-        straggler.release()
-
-    if spares:
-        losses = fit(model, Do(5, kill), epochs=4)["loss"]
-    else:
-        straggler.release()
-        losses = fit(model, Do(5, lambda: tfdist.testing.kill(strategy, f"worker:{LAST}")), epochs=4)["loss"]
-        assert f"worker:{LAST} lost; the other 3 replicas are too few for an update of 4" in capfd.readouterr().err
-    assert int(model.optimizer.iterations.numpy()) == 4 * 12
-    assert losses[-1] < losses[0]
 
 
 def test_a_worker_killed_while_it_pushes_is_not_counted(

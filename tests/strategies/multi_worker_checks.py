@@ -100,22 +100,6 @@ def test_every_example_of_a_shuffle_is_used_once(strategy: Any, both: Both) -> N
         assert used != list(range(21))
 
 
-@pytest.mark.slow
-def test_a_worker_without_examples_makes_up_none(strategy: Any, both: Both) -> None:
-    with strategy.scope():
-        words = keras.Input((1,), dtype="string")
-        # It refuses other words.
-        known = keras.layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=0, output_mode="one_hot")(words)
-        model = keras.Model(words, keras.layers.Dense(1, kernel_initializer="ones")(known))
-        model.compile(OPTIMIZERS.SGD(0.1), "mse")
-    x, y = tf.constant([["a"]]), np.array([[2.0]], np.float32)
-    model.fit(x, y, verbose=0)
-    assert model.evaluate(x, y, verbose=0) == pytest.approx(0.36)
-    np.testing.assert_allclose(model.predict(x, verbose=0), [[1.4]], rtol=1e-6)
-    first, second = both([weight.tolist() for weight in model.get_weights()])
-    assert first == second
-
-
 def test_gather_traces_once_for_values_of_all_lengths(strategy: Any) -> None:
     start = index()
     strategy._gathers.clear()
@@ -528,18 +512,6 @@ def test_updates_with_workers_own_gradients_are_by_their_mean(strategy: Any) -> 
     returned = strategy.run(lambda: [v * (index() + 1) for v in model.trainable_variables])
     optimizer.apply(returned, model.trainable_variables)
     assert_close([0.85 * weight for weight in before], model.get_weights())
-
-
-@pytest.mark.slow
-def test_rows_of_workers_own_gradients_are_their_mean(strategy: Any) -> None:
-    with strategy.scope():
-        table = keras.layers.Embedding(4, 1)
-        table.build()
-    before = table.get_weights()[0]
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(table(tf.constant([index(), 3])))
-    OPTIMIZERS.SGD(0.1).apply(tape.gradient(loss, table.trainable_variables), table.trainable_variables)
-    assert_close(before - np.array([[0.05], [0.05], [0.0], [0.1]], np.float32), table.get_weights()[0])
 
 
 def test_gradients_that_are_the_same_on_all_workers_are_applied_once(strategy: Any, both: Both) -> None:

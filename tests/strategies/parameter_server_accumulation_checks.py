@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parameter_server_cluster import NUM_WORKERS, STEPS, Batches, X, Y, dataset, dense, fit, layers
+from parameter_server_cluster import NUM_WORKERS, STEPS, Batches, dataset, dense, fit, layers
 
 OPTIMIZERS = keras.optimizers
 # Batches of each worker.
@@ -59,22 +59,3 @@ def test_one_worker_trains_as_one_device_does(strategy: Any) -> None:
     for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_embeddings_accumulate(strategy: Any) -> None:
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(1)])
-        model.compile(OPTIMIZERS.Adam(0.02, gradient_accumulation_steps=2), "mse")
-    ids = np.random.default_rng(0).integers(0, 50, (len(X), 3))
-    history = fit(model, ids, Y, epochs=6)
-    assert history["loss"][-1] < history["loss"][0]
-
-
-@pytest.mark.slow
-def test_batches_that_the_program_hands_in_accumulate(strategy: Any) -> None:
-    model = dense(strategy, lambda: OPTIMIZERS.SGD(0.05, gradient_accumulation_steps=2))
-    for _ in range(4 * NUM_WORKERS):
-        model.train_on_batch(X[:8], Y[:8])
-    made = int(model.optimizer.iterations)
-    assert 2 * NUM_WORKERS - NUM_WORKERS // 2 <= made <= 2 * NUM_WORKERS

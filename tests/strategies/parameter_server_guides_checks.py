@@ -48,45 +48,11 @@ def test_unpacked_batches_count_each_example_once(strategy: Any, in_graph: bool)
     assert len(sums) == 7
 
 
-@pytest.mark.slow
-def test_a_batch_unpacked_in_a_function_counts_each_example_once(strategy: Any) -> None:
-    @tf.function
-    def once(batch: Any) -> Any:
-        x, y = batch
-        return total(strategy, y["twice"], x)
-
-    assert sum(int(once(batch)) for batch in pairs(strategy)) == 3 * TOTAL
-
-
 def test_unpacked_batches_are_read_by_workers(strategy: Any) -> None:
     data = iter(pairs(strategy))
     for x, y in data:
         total(strategy, x, y["twice"])
     assert not data.decide(by_chief=True).by_chief
-
-
-@pytest.mark.slow
-def test_a_batch_given_to_two_functions_is_the_same(strategy: Any) -> None:
-    sums = [(int(total(strategy, batch)), int(total(strategy, batch, batch))) for batch in numbers(strategy)]
-    assert all(twice == 2 * once for once, twice in sums)
-    assert sum(once for once, _ in sums) == TOTAL
-
-
-@pytest.mark.slow
-def test_a_batch_given_to_a_function_without_result_first_is_the_same(strategy: Any) -> None:
-    with strategy.scope():
-        seen = tf.Variable(0, dtype=tf.int64)
-    found = 0
-    for batch in numbers(strategy):
-        strategy.run(lambda x: [seen.assign_add(tf.reduce_sum(x)), None][1], args=(batch,))
-        found += int(total(strategy, batch))
-    assert found == int(seen) == TOTAL
-
-
-@pytest.mark.slow
-def test_batches_of_two_data_sets_go_into_one_step(strategy: Any) -> None:
-    both = zip(numbers(strategy), numbers(strategy, lambda data: data.map(lambda i: i + 100)), strict=True)
-    assert sum(int(total(strategy, x, y)) for x, y in both) == 2 * TOTAL + 100 * COUNT
 
 
 # Its value on the chief.
@@ -100,21 +66,6 @@ def test_the_value_of_a_batch_is_read_where_it_is_looked_at(strategy: Any) -> No
         seen += strategy.gather(x, axis=0).numpy().tolist()
         assert int(total(strategy, x, y["twice"])) == 3 * sum(x.numpy())
     assert seen == list(range(COUNT))
-
-
-@pytest.mark.slow
-def test_the_value_of_a_batch_that_a_worker_has_read_is_fetched(strategy: Any) -> None:
-    sums = [(int(total(strategy, batch)), int(np.sum(batch.numpy()))) for batch in numbers(strategy)]
-    assert all(once == again for once, again in sums)
-    assert sum(once for once, _ in sums) == TOTAL
-
-
-@pytest.mark.slow
-def test_a_batch_that_is_looked_at_in_the_middle_of_a_pass_is_used_once(strategy: Any) -> None:
-    found = 0
-    for index, batch in enumerate(numbers(strategy)):
-        found += int(np.sum(batch.numpy())) if index % 3 == 1 else int(total(strategy, batch))
-    assert found == TOTAL
 
 
 def test_results_are_told_apart_by_examples(strategy: Any) -> None:
@@ -149,22 +100,6 @@ def test_a_data_set_as_an_argument_is_traced_once(strategy: Any) -> None:
     assert len(traced) == 1
 
 
-@pytest.mark.slow
-def test_a_captured_data_set_and_iter_within_a_function(strategy: Any) -> None:
-    data = numbers(strategy)
-
-    @tf.function
-    def epoch() -> Any:
-        found, iterator = tf.constant(0, tf.int64), iter(data)
-        for _ in tf.range(3):
-            found += total(strategy, next(iterator))
-        for x in data:
-            found += total(strategy, x)
-        return found
-
-    assert [int(epoch()) >= TOTAL for _ in range(2)] == [True, True]
-
-
 @pytest.mark.parametrize("change", [lambda i: {"once": i, "twice": 2 * i}, lambda i: 3 * i])
 def test_a_signature_of_the_data_set_takes_its_batches(strategy: Any, change: Any) -> None:
     data = numbers(strategy, lambda data: data.map(change))
@@ -178,15 +113,6 @@ def test_a_signature_of_the_data_set_takes_its_batches(strategy: Any, change: An
 
     assert sum(int(once(batch)) for batch in data) == 3 * TOTAL
     assert [spec.dtype for spec in tf.nest.flatten(data.element_spec)] == [tf.int64] * len(tf.nest.flatten(change(1)))
-
-
-@pytest.mark.slow
-def test_a_function_traced_for_the_specs_of_a_data_set_takes_its_batches(strategy: Any) -> None:
-    data = numbers(strategy, lambda data: data.map(lambda i: (i, {"twice": 2 * i})))
-    spec = data.element_spec
-    once = tf.function(lambda scale, batch: scale * total(strategy, batch[0], batch[1]["twice"]))
-    once = once.get_concrete_function(tf.TensorSpec([], tf.int64), (spec[0], data.element_spec[1]))
-    assert sum(int(once(tf.constant(2, tf.int64), batch)) for batch in data) == 6 * TOTAL
 
 
 @pytest.mark.parametrize(
@@ -236,17 +162,6 @@ def test_a_loop_in_the_graph_ends_with_the_data(strategy: Any, known: bool) -> N
 
     change = (lambda data: data) if known else (lambda data: data.filter(lambda i: i >= 0))
     assert int(until_the_end(iter(numbers(strategy, change)))) == TOTAL
-
-
-@pytest.mark.slow
-def test_a_loop_outside_of_a_graph_ends_with_data_of_unknown_length(strategy: Any) -> None:
-    data = numbers(strategy, lambda data: data.filter(lambda i: i % 2 == 0))
-    for _ in range(2):
-        assert sum(int(total(strategy, batch)) for batch in data) == sum(range(0, COUNT, 2))
-    iterator, found = iter(data), 0
-    while (some := iterator.get_next_as_optional()).has_value():
-        found += int(total(strategy, some.get_value()))
-    assert found == sum(range(0, COUNT, 2))
 
 
 def test_values_from_a_function(strategy: Any) -> None:

@@ -174,24 +174,6 @@ def test_hundreds_of_asynchronous_steps_are_counted_exactly(strategy: Any) -> No
 # Kinds of data.
 
 
-@pytest.mark.slow
-def test_ragged_and_text_inputs(strategy: Any) -> None:
-    words = np.array(["a", "b", "c"])[ALL % 3]
-    table = tf.lookup.StaticHashTable(
-        tf.lookup.KeyValueTensorInitializer(["a", "b", "c"], tf.constant([0.0, 1.0, 2.0])), -1.0
-    )
-    data = tf.data.Dataset.from_tensor_slices((words, IDS)).map(lambda w, y: (tf.fill([6], table.lookup(w)), y))
-    assert seen(fit(observed_often(strategy), data.batch(BATCH))) == [moments(ALL)]
-
-
-@pytest.mark.slow
-def test_layers_with_state_in_the_data_set(strategy: Any) -> None:
-    """Keras' layers for augmentation keep their random state in a variable of the chief."""
-    noise = keras.layers.GaussianNoise(0.1)
-    data = slices().batch(BATCH).map(lambda x, y: (noise(x, training=True), y))
-    assert seen(fit(observed_often(strategy), data)) == [moments(ALL)]
-
-
 def test_validation_data_are_read_exactly(strategy: Any) -> None:
     model = observed_often(strategy)
     history = fit(model, X, IDS, epochs=2, validation_data=slices().take(50).batch(7))

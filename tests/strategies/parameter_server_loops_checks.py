@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from parameter_server_cluster import (
-    BATCH,
-    COUNT,
     NUM_WORKERS,
     STEPS,
     Batches,
@@ -158,22 +156,6 @@ def test_a_loop_over_distributed_data(strategy: Any, in_graph: bool) -> None:
     assert sum(losses[STEPS:]) < sum(losses[:STEPS])
 
 
-@pytest.mark.slow
-def test_a_loop_of_steps_without_a_result_is_counted_at_the_end(strategy: Any) -> None:
-    model = dense(strategy)
-    with strategy.scope():
-        model.optimizer.build(model.trainable_variables)
-    step = own_step(model)
-
-    @tf.function
-    def train(batch: Any) -> None:
-        strategy.run(lambda batch: [step(batch), None][1], args=(batch,))
-
-    for batch in strategy.experimental_distribute_dataset(dataset()):
-        train(batch)
-    assert int(model.optimizer.iterations) == STEPS
-
-
 def test_a_loop_with_the_coordinator(strategy: Any) -> None:
     model = dense(strategy)
     with strategy.scope():
@@ -193,13 +175,6 @@ def test_a_loop_with_the_coordinator(strategy: Any) -> None:
 
 def works_again(strategy: Any) -> None:
     assert fit(healthy(strategy), X, Y)["batches"] == [STEPS]
-
-
-@pytest.mark.slow
-def test_shapes_that_do_not_fit_reach_the_user(strategy: Any) -> None:
-    with pytest.raises(ValueError, match="incompatible with the layer"):
-        fit(dense(strategy), X[:, :5], Y)
-    works_again(strategy)
 
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -235,17 +210,6 @@ def test_an_error_of_the_engine_keeps_its_type(strategy: Any, monkeypatch: pytes
     works_again(strategy)
 
 
-@pytest.mark.slow
-def test_an_error_late_in_the_data_reaches_the_user(strategy: Any) -> None:
-    def make(number: tf.Tensor) -> Any:
-        with tf.control_dependencies([tf.debugging.assert_less(number, tf.constant(33, tf.int64), "my own message")]):
-            return tf.ones([4, 6]), tf.ones([4, 1])
-
-    with pytest.raises(Exception, match="my own message"):
-        fit(dense(strategy), tf.data.Dataset.range(40).map(make))
-    works_again(strategy)
-
-
 def test_an_error_in_a_callback_leaves_the_cluster_usable(strategy: Any) -> None:
     class Broken(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -275,21 +239,3 @@ def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
     assert {worker for _, worker, _ in seen} <= set(range(NUM_WORKERS))
     assert current_worker() is None
     assert not has_failed(coordinator)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_new", [True, False])
-def test_a_step_of_a_loop_outside_of_a_graph_is_traced_once(strategy: Any, is_new: bool) -> None:
-    traced = []
-
-    def step(x: Any, y: Any) -> Any:
-        traced.append(x)
-        return tf.reduce_sum(y)
-
-    batches = strategy.experimental_distribute_dataset(dataset(drop_remainder=True))
-    if is_new:
-        total = sum(float(strategy.run(lambda batch: step(*batch), args=(batch,))) for batch in batches)
-    else:
-        total = sum(float(strategy.run(step, args=(x, y))) for x, y in batches)
-    assert total == pytest.approx(float(Y[: COUNT // BATCH * BATCH].sum()), rel=1e-5)
-    assert len(traced) == 1

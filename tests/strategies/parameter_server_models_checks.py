@@ -12,12 +12,10 @@ import pytest
 import tensorflow as tf
 from parameter_server_cluster import (
     BATCH,
-    COUNT,
     STEPS,
     Own,
     X,
     Y,
-    compiled,
     dataset,
     dense,
     fit,
@@ -42,25 +40,6 @@ def test_mixed_precision(strategy: Any) -> None:
         assert model.predict(X, verbose=0).dtype == np.float16
     finally:
         keras.mixed_precision.set_global_policy("float32")
-
-
-@pytest.mark.slow  # `tests/conformance` has empty parts of normalized batches, and rows.
-def test_normalization_dropout_and_embedding(strategy: Any) -> None:
-    def make() -> keras.Model:
-        inputs = keras.Input((), dtype="int32")
-        hidden = keras.layers.Embedding(10, 4)(inputs)
-        hidden = keras.layers.BatchNormalization(momentum=0.5)(hidden)
-        return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dropout(0.5)(hidden)))
-
-    model = compiled(strategy, make)
-    ids = np.arange(COUNT) % 10
-    fit(model, ids, Y, epochs=2)
-    normalization = model.layers[2]
-    assert not np.allclose(normalization.moving_mean.numpy(), 0.0)
-    assert not np.allclose(normalization.moving_variance.numpy(), 1.0)
-    one, other = (model.predict(ids, verbose=0) for _ in range(2))
-    np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(one, model(ids), rtol=1e-5, atol=1e-6)
 
 
 def through_python(x: tf.Tensor, y: tf.Tensor) -> Any:

@@ -6,7 +6,6 @@ Run by `test_server_parts.py`. `tests/conformance/server_parts_conformance_check
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import OPTIMIZERS, assert_close
+from training import OPTIMIZERS
 
 import tfdist
 from tfdist.compat.keras import placement
@@ -102,64 +101,6 @@ def test_each_part_computes_on_its_device(
 
 
 # Numbers.
-
-
-@pytest.mark.slow
-def test_a_plain_transfer_trains_as_on_one_device(
-    strategy: Any, with_policies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tfdist.engines.transfer import plan
-
-    chosen = plan.TransferPlan("plain")
-    monkeypatch.setattr(strategy, "_transfer", chosen)
-    for policies in ((tfdist.BackupWorkers(spares=0),), ()):
-        spanning = with_policies(*policies)
-        monkeypatch.setattr(spanning._engine.programs, "_transfer", chosen)
-        size = 16 if policies else 48
-        assert_close(numbers(made(ALONE), size), numbers(made(spanning), size))
-
-
-@pytest.mark.slow  # `test_sharded_tables.py` has tables on one device each.
-def test_tables_in_shards_are_as_on_one_device(strategy: Any, with_policies: Callable[..., Any]) -> None:
-    """The strategy of this cluster has a partitioner, which takes the large table alone."""
-
-    def wide(strategy: Any) -> keras.Model:
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            layers = [LAYERS.Embedding(60_000, 8, name="wide"), LAYERS.Flatten(), LAYERS.Dense(5), LAYERS.Dense(1)]
-            model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
-            model.compile(OPTIMIZERS.SGD(0.1), "mse")
-        return model
-
-    ids = np.arange(144).reshape(48, 3)
-    found, kinds = [], [lambda: ALONE, lambda: with_policies(), lambda: with_policies(tfdist.BackupWorkers(spares=0))]
-    for each in (kind() for kind in kinds):
-        model = wide(each)
-        if each is not ALONE:
-            tfdist.split(model)
-            assert len(model.layers[0].embeddings.value.variables) == 2
-        model.fit(ids, Y, batch_size=48, epochs=2, verbose=0)
-        found.append(model.get_weights())
-    assert_close(found[0], found[1])
-    assert_close(found[0], found[2])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
-def test_files_and_resumed_runs_continue(strategy: Any, tmp_path: pathlib.Path) -> None:
-    whole, broken = made(strategy), made(strategy)
-    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
-    whole.fit(IDS, Y, epochs=2, **fit)
-    broken.fit(IDS, Y, epochs=1, callbacks=[tfdist.callbacks.Resume(tmp_path / "resume")], **fit)
-    broken.save(tmp_path / "model.keras")
-    again = made(strategy)
-    again.fit(IDS, Y, epochs=2, callbacks=[tfdist.callbacks.Resume(tmp_path / "resume")], **fit)
-    with strategy.scope():
-        loaded = tfdist.split(keras.models.load_model(tmp_path / "model.keras"))
-    loaded.fit(IDS, Y, epochs=1, **fit)
-    assert_close(whole.get_weights(), again.get_weights())
-    assert_close(whole.get_weights(), loaded.get_weights())
-    assert {placement.part_of(weight) for weight in loaded.weights} == {0, 1}
 
 
 @pytest.mark.slow

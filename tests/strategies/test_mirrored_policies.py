@@ -19,7 +19,6 @@ from training import (
     X,
     Y,
     assert_close,
-    assert_like_one_device,
     dense_model,
     trained,
 )
@@ -206,18 +205,6 @@ def test_a_slow_pipeline_of_its_own_makes_a_replica_late(spared):
     assert after.accepted["worker:0"] == before.accepted["worker:0"]
 
 
-@pytest.mark.slow
-def test_evaluation_waits_for_nobody(spared, gate):
-    with spared.scope():
-        model = dense_model()
-        model.compile("sgd", "mse", metrics=["mae"])
-    gate.only(0)
-    model.fit(X, Y, batch_size=9, verbose=0, validation_data=(X, Y))
-    assert model.evaluate(X, Y, batch_size=8, verbose=0)[1] == pytest.approx(
-        np.abs(model.predict(X, batch_size=7, verbose=0) - Y).mean(), rel=1e-5
-    )
-
-
 def test_the_number_of_spares_follows_what_the_devices_take(cpus, capfd):
     strategy = tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares="auto")])
     with strategy.scope():
@@ -253,12 +240,6 @@ def test_what_cannot_be_is_said_in_one_line(cpus, monkeypatch):
     monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
     with pytest.raises(RuntimeError, match=r"set_inter_op_parallelism_threads\(2\).* Received: 1 thread"):
         tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
-
-
-@pytest.mark.slow
-def test_one_device_without_spares_is_allowed(cpus):
-    alone = tfdist.MirroredStrategy(cpus[:1], policies=[tfdist.BackupWorkers(spares=0)])
-    assert_like_one_device(alone, lambda: OPTIMIZERS.Adam(0.01), fit={"epochs": 1}, calls=["evaluate", "predict"])
 
 
 def test_a_strategy_that_nobody_needs_ends_its_threads(cpus):

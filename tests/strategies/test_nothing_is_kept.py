@@ -43,17 +43,8 @@ def _used(cpus: list[str], policies: list[Any], optimizer: keras.Optimizer) -> d
 @pytest.mark.parametrize(
     ("policies", "options"),
     [
-        # What clips holds what does not, and more.
-        pytest.param(list, {}, id="no policy", marks=pytest.mark.slow),
         pytest.param(list, {"clipnorm": 1.0}, id="no policy, clipping"),
         pytest.param(lambda: [tfdist.BackupWorkers(spares=1)], {}, id="backup workers"),
-        # The next test has it without `evaluate` and `predict`.
-        pytest.param(
-            *(lambda: [tfdist.ParameterAveraging(every_steps=2)], {}),
-            id="parameter averaging",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(lambda: [tfdist.Warmup(steps=4)], {}, id="warmup"),
     ],
 )
 def test_all_of_it_is_collected(cpus, policies, options):
@@ -68,16 +59,8 @@ def test_all_of_it_is_collected(cpus, policies, options):
     }
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        tfdist.ParameterAveraging(every_steps=2),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (None, tfdist.BackupWorkers(0))),
-    ],
-    ids=repr,
-)
-def test_a_model_is_collected_before_its_strategy(cpus, policy):
-    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[policy] if policy else [])
+def test_a_model_is_collected_before_its_strategy(cpus):
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.ParameterAveraging(every_steps=2)])
     with strategy.scope():
         model = keras.Sequential([keras.Input((11,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

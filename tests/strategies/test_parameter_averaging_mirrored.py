@@ -152,29 +152,6 @@ def _accumulated(optimizer: Any) -> int | None:
     return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(
-            lambda: OPTIMIZERS.AdamW(0.01, weight_decay=0.1, clipvalue=0.01, use_ema=True), marks=pytest.mark.slow
-        ),
-        lambda: OPTIMIZERS.SGD(
-            0.1, global_clipnorm=0.1, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
-        ),
-        lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01)),
-    ],
-)
-@pytest.mark.slow
-def test_what_happens_in_an_update_happens_on_each_replica_alone(every_four, optimizer):
-    make = lambda: dense([LAYERS.BatchNormalization(), LAYERS.Dropout(0.1)])  # noqa: E731
-    model = compiled(every_four, optimizer, make)
-    # Of the last batch of one example, one replica has none.
-    history = model.fit(X[:41], Y[:41], batch_size=BATCH, epochs=6, shuffle=False, verbose=0).history
-    assert history["loss"][-1] < history["loss"][0]
-    assert int(model.optimizer.iterations.numpy()) == 6 * 6 // (_accumulated(model.optimizer) or 1)
-    assert_alike(model, model.optimizer.variables)
-
-
 # Who looks.
 
 

@@ -145,28 +145,3 @@ def test_one_sum_is_all_that_is_sent(tmp_path: pathlib.Path):
     assert first["told"] == second["told"] == {"worker:0": expected, "worker:1": expected}
     for each in (first, second):
         assert expected <= each["sent"] <= 1.05 * expected
-
-
-WARMED = """
-policies = [tfdist.Warmup(epochs=1), tfdist.ParameterAveraging(4)]
-strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=policies)
-model = dense(strategy, lambda: optimizers.SGD(0.1, momentum=0.9))
-seen = []
-log = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(values(model.weights)))
-model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[log])
-report("seen", seen)
-report("weights", values(model.weights))
-report("slots", values(model.optimizer.variables))
-report("sent", strategy.report().message_bytes)
-"""
-
-
-@pytest.mark.slow
-def test_after_a_warmup_phase_workers_train_alone(tmp_path: pathlib.Path):
-    first, second = process_cluster.run(PREPARED + WARMED, tmp_path, timeout_secs=250)
-    seen = zip(first.pop("seen"), second.pop("seen"), strict=True)
-    # An average after the fourth step of the second epoch, and at its end.
-    assert [one == other for one, other in seen][-6:] == [False, False, False, True, False, False]
-    assert first == second
-    # Two averages of parameters, momentum and the four numbers in which the metrics count.
-    assert first["sent"]["worker:0"] == 2 * 4 * (2 * (3 * 8 + 8 + 8 + 1) + 4)

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.engines.warmup import WarmupEngine
 
 pytestmark = pytest.mark.devices
 
@@ -232,43 +231,6 @@ def test_replicas_with_data_of_their_own_go_on_where_they_are(cpus: Sequence[str
     for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert strategy.report().accepted == {"worker:0": 20, "worker:1": 13}
-
-
-@pytest.mark.slow
-def test_each_epoch_ends_once_after_many_fits(cpus: Sequence[str], monkeypatch: pytest.MonkeyPatch):
-    ended, end_epoch = [], WarmupEngine._end_epoch
-
-    def counting(self: WarmupEngine, *args: Any) -> Any:
-        ended.append(None)
-        return end_epoch(self, *args)
-
-    monkeypatch.setattr(WarmupEngine, "_end_epoch", counting)
-    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(epochs=9)])
-    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
-    for _ in range(4):
-        model.fit(X, Y, batch_size=BATCH, verbose=0)
-    assert len(ended) == 4
-
-
-@pytest.mark.slow
-def test_what_is_left_of_an_interrupted_fit_is_given_to_all(cpus: Sequence[str]):
-    class Interrupted(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 2:
-                raise KeyboardInterrupt
-
-    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(epochs=2)])
-    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[Interrupted()])
-    loss = model.evaluate(X, Y, batch_size=BATCH, verbose=0)[0]
-    assert_copies_are_equal(model)
-    assert loss == pytest.approx(float(np.mean((model.predict(X, verbose=0) - Y) ** 2)), rel=1e-4)
-    # Another fit begins another epoch, the second one of the phase.
-    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
-    assert strategy.replicas_to_aggregate == 2
-    # Nothing is left on the model that the phase has put there.
-    assert not {"reset_metrics", "_get_metrics_result_or_logs"} & vars(model).keys()
 
 
 def test_what_makes_no_sense_is_refused(cpus: Sequence[str]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pathlib
 
-import numpy as np
 import process_cluster
 import pytest
 
@@ -57,49 +56,6 @@ report("state", state(model))
 report("seen", seen)
 report("own iterations", own_iterations)
 report("accepted", strategy.report().accepted)
-"""
-
-# With three workers that join one at a time, and then do not wait for the slowest.
-RAMP = """
-policies = [tfdist.Warmup(steps=4, ramp=True), tfdist.BackupWorkers(spares=0)]
-strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=policies)
-model = dense(strategy)
-seen = []
-def look(batch, logs):
-    seen.append(strategy.replicas_to_aggregate)
-watch = keras.callbacks.LambdaCallback(on_train_batch_end=look)
-found = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[watch]).history
-report("state", state(model))
-report("seen", seen)
-report("history", found)
-if index == 0:
-    # One device, on the parts of those who take part.
-    parts, step = [], 0
-    for _ in range(3):
-        for start in range(0, 45, 8):
-            size, count = min(8, 45 - start), min(3, 1 + step // 4)
-            parts.append(slice(start, start + size * count // 3))
-            step += 1
-    def generate():
-        for part in parts:
-            yield x[part], y[part]
-    signature = tf.TensorSpec((None, 3), tf.float32), tf.TensorSpec((None, 1), tf.float32)
-    data = tf.data.Dataset.from_generator(generate, output_signature=signature)
-    alone = dense(tf.distribute.get_strategy())
-    alone.fit(data, steps_per_epoch=18, verbose=0)
-    report("expected", state(alone))
-"""
-
-# Four steps make an execution, and six the data: the last two are an execution, too, of which nobody knows before.
-CUT = """
-policies = [tfdist.Warmup(steps=2), tfdist.BackupWorkers(spares=0)]
-strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=policies)
-model, ends = dense(strategy, steps_per_execution=4), []
-told = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))
-data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(lambda *batch: True)
-model.fit(data, epochs=2, verbose=0, callbacks=[told])
-report("ends", ends)
-report("iterations", int(model.optimizer.iterations.numpy()))
 """
 
 # Only the first worker sees what happens in the phase, and stops there; its logs are no metrics.
@@ -181,30 +137,6 @@ def test_a_stop_in_the_phase_is_one_of_all(tmp_path: pathlib.Path):
     assert first["begun"] == 3
     assert len(first["first"]["error"]) == 1
     assert len(first["second"]["error"]) == 3
-
-
-@pytest.mark.slow
-def test_workers_that_join_one_at_a_time_add_their_parts(tmp_path: pathlib.Path):
-    found = process_cluster.run(PREPARED + RAMP, tmp_path, num_workers=3, timeout_secs=250)
-    for other in found[1:]:
-        assert other["state"] == found[0]["state"]
-        assert other["history"] == found[0]["history"]
-        assert other["seen"] == found[0]["seen"] == [1] * 4 + [2] * 4 + [3] * 10
-    for one, expected in zip(found[0]["state"], found[0]["expected"], strict=True):
-        np.testing.assert_allclose(one, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_end_of_the_data_cuts_an_execution_of_the_pass_with_the_phase(tmp_path: pathlib.Path):
-    for found in process_cluster.run(PREPARED + CUT, tmp_path):
-        assert found == {"ends": [3, 7, 3, 7], "iterations": 12}
-
-
-@pytest.mark.slow
-def test_a_pass_ends_with_the_shortest_data_of_all(tmp_path: pathlib.Path):
-    first, second = process_cluster.run(PREPARED + LENGTHS, tmp_path, timeout_secs=250)
-    assert first == second
-    assert first["seen"] == [1, 1, 2]
 
 
 def test_who_waits_says_for_whom_and_ends_if_that_one_dies(tmp_path: pathlib.Path):

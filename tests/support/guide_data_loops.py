@@ -18,13 +18,6 @@ def for_outside_of_a_graph(strategy):
 
 
 @loop
-def for_outside_of_a_traced_step(strategy):
-    net = Net(strategy)
-    step, data = tf.function(net.run), distributed(strategy)
-    return net.result([float(step(batch)) for _ in range(2) for batch in data])
-
-
-@loop
 def data_set_as_an_argument(strategy):
     net = Net(strategy)
 
@@ -38,26 +31,6 @@ def data_set_as_an_argument(strategy):
 
     data = distributed(strategy)
     return net.result([float(epoch(data)) for _ in range(2)])
-
-
-@loop
-def captured_data_set(strategy):
-    net, data = Net(strategy), distributed(strategy)
-
-    @tf.function
-    def epoch():
-        found = 0.0
-        for batch in data:
-            found += net.run(batch)
-        return found
-
-    return net.result(float(epoch()))
-
-
-@loop
-def enumerated_data_set(strategy):
-    net = Net(strategy)
-    return net.result([index * float(net.run(batch)) for index, batch in enumerate(distributed(strategy))])
 
 
 @loop
@@ -123,14 +96,6 @@ def next_until_the_end(strategy):
 
 
 @loop
-def optional_outside_of_a_graph(strategy):
-    net, iterator, losses = Net(strategy), iter(distributed(strategy)), []
-    while (some := iterator.get_next_as_optional()).has_value():
-        losses.append(float(net.run(some.get_value())))
-    return net.result(losses)
-
-
-@loop
 def optional_in_a_graph(strategy):
     net = Net(strategy)
 
@@ -145,53 +110,6 @@ def optional_in_a_graph(strategy):
         return found
 
     return net.result(float(until_the_end(iter(distributed(strategy)))))
-
-
-@loop
-def iterator_made_in_a_graph(strategy):
-    net, data = Net(strategy), distributed(strategy)
-
-    @tf.function
-    def epoch():
-        found, iterator = 0.0, iter(data)
-        for _ in tf.range(3):
-            found += net.run(next(iterator))
-        for batch in iterator:
-            found += net.run(batch)
-        return found
-
-    return net.result(float(epoch()))
-
-
-@loop
-def one_batch_again_and_again(strategy):
-    net, batch = Net(strategy), next(iter(distributed(strategy)))
-
-    @tf.function
-    def some(batch):
-        found = 0.0
-        for _ in tf.range(3):
-            found += net.run(batch)
-        return found
-
-    return net.result(float(some(batch)))
-
-
-@loop
-def loop_within_a_replica(strategy):
-    net = Net(strategy)
-
-    def steps(batch):
-        found = 0.0
-        for _ in range(2):
-            found += net.step(batch)
-        return found
-
-    @tf.function
-    def once(batch):
-        return net.total(strategy.run(steps, args=(batch,)))
-
-    return net.result([float(once(batch)) for batch in distributed(strategy)])
 
 
 # What replicas return.
@@ -232,19 +150,6 @@ def reduced_within_a_replica(strategy):
 
     losses = [strategy.experimental_local_results(once(batch))[0] for batch in distributed(strategy)]
     return net.result([float(loss) for loss in losses])
-
-
-@loop
-def structures_of_results(strategy):
-    net = Net(strategy)
-
-    @tf.function
-    def once(batch):
-        losses = strategy.run(lambda batch: {"loss": net.step(batch), "count": [len(batch)]}, args=(batch,))
-        return strategy.reduce("SUM", losses["loss"], axis=None), strategy.reduce("MEAN", losses["count"], axis=None)
-
-    found = [once(batch) for batch in distributed(strategy)]
-    return net.result([[float(loss), float(count[0])] for loss, count in found])
 
 
 @loop

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import shutil
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -126,18 +124,6 @@ def test_without_policies_it_shows_speed_and_times(cpus: list[str], tmp_path: pa
     assert scalars(tmp_path / "known")["tfdist/speed/examples_per_sec"] == {31: 16.0, 40: 16.0}
 
 
-@pytest.mark.slow
-@pytest.mark.devices
-def test_after_a_warmup_alone_each_batch_is_an_update(cpus: list[str], tmp_path: pathlib.Path) -> None:
-    clock, strategy = Clock(), tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(steps=4)])
-    model = compiled(strategy)
-    fit(model, [Engine(clock), telemetry(tmp_path, clock, 5)], steps=21)
-    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 21
-    assert scalars(tmp_path)[SPEED] == dict.fromkeys([6, 11, 16, 21], 1.0)
-    found = strategy.report()
-    assert (found.updates, found.accepted) == (21, {"worker:0": 21, "worker:1": 17})
-
-
 @pytest.mark.devices
 @pytest.mark.parametrize(
     ("steps_per_execution", "accumulated"), [pytest.param(1, 2, marks=pytest.mark.slow), (4, None)]
@@ -220,26 +206,6 @@ def test_beside_keras_tensorboard_it_writes_other_runs(cpus: list[str], tmp_path
     assert not telemetry_files.tags(tmp_path).keys() & {"train", "validation"}
 
 
-@pytest.mark.slow
-@pytest.mark.devices
-def test_a_directory_that_vanishes_is_one_warning(
-    cpus: list[str], tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    directory, callback = tmp_path / "logs", tfdist.callbacks.Telemetry(tmp_path / "logs", update_freq=5)
-
-    class Vanish(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 12:
-                callback.flush()
-                shutil.rmtree(directory)
-
-    fit(compiled(mirrored(cpus)), [callback, Vanish()], steps=40)
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "can't be written" in line]
-    assert len(warnings) == 1 and "tried again" in warnings[0]
-    # The directory was made again.
-    assert max(scalars(directory)[SPEED]) == 40
-
-
 @pytest.mark.devices
 def test_a_path_that_can_not_be_written_ends_no_training(
     cpus: list[str], tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
@@ -249,20 +215,6 @@ def test_a_path_that_can_not_be_written_ends_no_training(
     fit(model, [tfdist.callbacks.Telemetry(tmp_path / "file" / "logs", update_freq=5)], steps=8)
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 8
     assert "can't be written" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.devices
-def test_nothing_is_kept_and_no_thread_runs_without_the_callback(cpus: list[str], tmp_path: pathlib.Path) -> None:
-    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=1)])
-    model = compiled(strategy)
-    fit(model, [])
-    assert strategy.distribution.recorder.sink is None
-    callback = tfdist.callbacks.Telemetry(tmp_path)
-    fit(model, [callback])
-    assert strategy.distribution.recorder.sink is None
-    names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"tfdist telemetry", "tfdist update log"}
 
 
 @pytest.mark.devices
@@ -277,22 +229,6 @@ def test_training_that_raised_is_closed_and_logged(cpus: list[str], tmp_path: pa
     assert strategy.distribution.recorder.sink is None
     assert read_logs(tmp_path).num_updates >= 1
     assert read_logs(tmp_path).ended == "ended by RuntimeError"
-
-
-@pytest.mark.slow
-@pytest.mark.devices
-def test_a_fit_within_a_fit_gives_the_log_back(cpus: list[str], tmp_path: pathlib.Path) -> None:
-    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
-    outer, inner = compiled(strategy), compiled(strategy)
-
-    class Within(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 2:
-                fit(inner, [tfdist.callbacks.Telemetry(tmp_path / "inner")], steps=4)
-
-    fit(outer, [tfdist.callbacks.Telemetry(tmp_path / "outer"), Within()], steps=8)
-    assert [read_logs(tmp_path / each).num_updates for each in ("inner", "outer")] == [4, 8]
-    assert strategy.distribution.recorder.sink is None
 
 
 @pytest.mark.devices

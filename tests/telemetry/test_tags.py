@@ -18,7 +18,7 @@ import pytest
 import telemetry_files
 from telemetry_files import expected
 
-from tfdist.telemetry.update_log import EventKind, Outcome, read_logs
+from tfdist.telemetry.update_log import Outcome, read_logs
 
 DECIDED, TIMED, MEASURED, INPUT, POLICY = "decided", "timed", "measured", "input", "policy"
 STEPS = 48
@@ -175,21 +175,6 @@ def test_parameter_server_writes_each_tag_and_the_kernels_bytes(policy: str, tmp
         _assert_close_bytes(told, counted)
     each = STEPS if policy == "BackupWorkers" else None
     _check_log(log_dir, gradients=each, updates=STEPS)
-
-
-@needs_ss
-@pytest.mark.processes
-@pytest.mark.slow
-def test_lost_worker_is_in_the_report_and_in_the_log(tmp_path: pathlib.Path) -> None:
-    imports = "import numpy as np, tensorflow as tf, keras, tfdist\n"
-    script = imports + TRAIN + PARAMETER_SERVER.format(policies="[tfdist.SoftSync(1)]", kills=True)
-    with programs.running(script, tmp_path) as program:
-        assert program.wait(200) == 0, program.output
-    losses, returns, restarts = programs_json(tmp_path, "losses.json")
-    assert losses == returns == restarts == {"worker:1": 1}
-    kinds = read_logs(tmp_path / "again").events.event_kind.tolist()
-    assert EventKind.LOST in kinds and EventKind.RETURNED in kinds
-    assert ("tfdist/tasks/events", "text") in telemetry_files.tags(tmp_path / "again")["."]
 
 
 def programs_json(folder: pathlib.Path, name: str) -> Any:
