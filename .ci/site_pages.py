@@ -159,6 +159,7 @@ _PAGE_OF = {
     "slurm": ("Launching on Slurm", "launching/slurm.md"),
     "kubernetes": ("Launching on Kubernetes", "launching/kubernetes.md"),
     "tpu": ("Launching on TPUs", "launching/tpu.md"),
+    "ray": ("Launching on Ray", "launching/ray.md"),
     "doctor": ("tfdist doctor", "launching/doctor.md"),
     "profile": ("Should I distribute?", "scaling.md#tfdist-profile"),
     "advise": ("Should I distribute?", "scaling.md#tfdist-advise"),

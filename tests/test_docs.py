@@ -353,6 +353,7 @@ def _apply(diff: str, path: pathlib.Path) -> None:
     path.write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_ray_page_trains_in_ray(tmp_path: pathlib.Path) -> None:
     if importlib.util.find_spec("ray") is None:  # Importing it here would change the environment.
         pytest.skip("ray is not installed: pip install 'tfdist[ray]'")

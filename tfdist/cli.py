@@ -54,6 +54,7 @@ PLATFORMS = {
     "slurm": "a Slurm job",
     "kubernetes": "pods on Kubernetes",
     "tpu": "a TPU VM",
+    "ray": "a Ray cluster",
 }
 # As COMMANDS.
 LAUNCHERS = {
@@ -62,6 +63,7 @@ LAUNCHERS = {
     "slurm": "tfdist.launchers.slurm.launcher",
     "kubernetes": "tfdist.launchers.kubernetes.launcher",
     "tpu": "tfdist.launchers.tpu",
+    "ray": "tfdist.launchers.ray",
 }
 
 

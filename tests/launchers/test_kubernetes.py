@@ -49,7 +49,6 @@ def test_a_plan_as_text(form, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"command": ()}, "there is no script to run"),
         ({"image": ""}, "--image is missing"),
         ({"name": ""}, "--name makes hosts with names of"),
         ({"name": "Run_1"}, "--name is no name for Kubernetes; use a-z, 0-9 and dashes. Received: 'Run_1'"),

@@ -99,7 +99,6 @@ def test_planned_clusters_suit_the_strategy(num_ps):
         ({"num_ps": -1}, "--num_ps is too small; use 0 for no parameter server. Received: -1"),
         ({"grace_secs": -1.0}, "--grace_period_secs is not a duration"),
         ({"grace_secs": float("nan")}, "--grace_period_secs is not a duration"),
-        ({"command": ()}, "there is no script to run"),
     ],
 )
 def test_jobs_that_make_no_sense(options, words):

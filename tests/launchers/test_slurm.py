@@ -51,7 +51,6 @@ def test_what_is_planned_is_shell():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"command": ()}, "there is no script to run"),
         ({"name": "two words"}, "--name is no name for a job"),
         ({"tasks_per_node": 0}, "--tasks_per_node is too small; use 1 or more. Received: 0"),
         ({"cpus_per_task": 0}, "--cpus_per_task is too small"),

@@ -175,7 +175,6 @@ def test_workers_fill_all_slots_unless_their_number_is_given(options, tasks, unu
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"command": ()}, "there is no script to run"),
         ({"shape": Shape(5)}, "the hosts have too few slots for 5 tasks; add hosts, or write host:N in --hosts, "),
         ({"port": 65534}, "--port leaves no port for each slot"),
         ({"port": 0}, "--port leaves no port for each slot"),

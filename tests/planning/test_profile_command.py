@@ -117,7 +117,7 @@ def test_a_process_sees_its_busy_cores():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "give a training script"),
+        ([], "there is no script to run"),
         (["-m"], "give a training script"),
         (["absent.py"], "there is no such script"),
         (["--secs=0", "train.py"], "secs"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import flags
 
 from tfdist import _log
+from tfdist.launchers.requests import LaunchError
 
 # Names of one flag in several commands, ours first, then those of torchrun, horovodrun, accelerate, mpirun and Slurm.
 _SYNONYMS = (
@@ -73,11 +74,13 @@ def run_command(
       FlagError: a flag is unknown or its value can't be parsed.
     """
     values, command = parse(define, arguments)
-    if not values.help:
-        _note_flags_of_script(values, command)
-        return launch(values, command)
-    sys.stdout.write(usage + describe(values))
-    return 0
+    if values.help:
+        sys.stdout.write(f"{usage}\nflags (also from a file, with --flagfile=FILE):\n{describe(values)}")
+        return 0
+    if not command:
+        raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
+    _note_flags_of_script(values, command)
+    return launch(values, command)
 
 
 _DEFINE: dict[type, Callable[..., object]] = {
@@ -203,6 +206,8 @@ def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> s
         return f"unknown flag {written}; leave it away, because tasks learn from the launcher where they meet"
     if name == "n" and "namespace" in values and not value.isdecimal():
         return f"unknown flag -n; did you mean --namespace{value and f'={value}'}, or --num_workers?"
+    if "resources_per_worker" in values and name in _OTHER_UNIT[4:]:
+        return f"unknown flag {written}; write --resources_per_worker='{{\"GPU\": {value or 1}}}'"
     if meant := _counterpart(name, values):
         # Tasks of each host, where there are several hosts, are not all workers.
         is_other = name in _OTHER_UNIT or (name == "nproc_per_node" and meant == "num_workers" and "port" in values)

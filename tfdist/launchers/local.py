@@ -28,7 +28,7 @@ from tfdist.launchers.requests import (
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
-from tfdist.launchers.supervise.processes import PortReservation
+from tfdist.launchers.supervise.processes import PortReservation, Start, start_guard
 
 _USAGE = """\
 usage: tfdist launch local [FLAGS] SCRIPT [ARGUMENTS]
@@ -40,8 +40,6 @@ parameter servers is started again first.
 
   tfdist launch local --num_workers=3 train.py --epochs=5             for MultiWorkerMirroredStrategy
   tfdist launch local --num_workers=2 --num_ps=1 train.py --epochs=5  for ParameterServerStrategy: a chief is added
-
-flags (also from a file, with --flagfile=FILE):
 """
 
 
@@ -61,7 +59,7 @@ class LocalJob:
       env: variables added to the environment.
 
     Raises:
-      LaunchError: a number is out of range, or there is no script.
+      LaunchError: a number is out of range.
     """
 
     command: tuple[str, ...]
@@ -79,8 +77,6 @@ class LocalJob:
         shape.check_duration("grace_period_secs", self.grace_secs)
         if self.gpus_per_worker is not None:
             shape.check_count("gpus_per_worker", self.gpus_per_worker)
-        if not self.command:
-            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
 
     @property
     def shape(self) -> Shape:
@@ -214,12 +210,13 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         return command_line.submit_or_show(values, planned(), lambda: submit_with_secret(planned, logs))
 
 
-def submit_with_secret(planned: Callable[..., Request], logs: LogSettings) -> int:
+def submit_with_secret(planned: Callable[..., Request], logs: LogSettings, start: Start = start_guard) -> int:
     """Submits a request, with a new job secret in the environment of its tasks; a dry run doesn't show the secret.
 
     Args:
       planned: returns the request without the workers named as `dropped`.
       logs: log settings.
+      start: starts each task; on this machine by default.
     """
     secret = {JOB_SECRET_VARIABLE: secrets.token_hex(32)}
 
@@ -228,4 +225,4 @@ def submit_with_secret(planned: Callable[..., Request], logs: LogSettings) -> in
         tasks = tuple(dataclasses.replace(task, env={**task.env, **secret}) for task in request.tasks)
         return dataclasses.replace(request, tasks=tasks)
 
-    return run_tasks(with_secret(), logs, with_secret)
+    return run_tasks(with_secret(), logs, with_secret, start)

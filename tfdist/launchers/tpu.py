@@ -26,8 +26,6 @@ usage: tfdist launch tpu --accelerator_type=TYPE --zone=ZONE [FLAGS] SCRIPT [ARG
 
 Runs SCRIPT on a TPU VM, on its first host only where it has several. SCRIPT builds its strategy by
 tfdist.strategy_from_flags() with --tfdist_strategy=tpu, or a tf.distribute.TPUStrategy.
-
-flags (also from a file, with --flagfile=FILE):
 """
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*", re.ASCII)
@@ -78,8 +76,6 @@ class TpuJob:
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
 
     def __post_init__(self) -> None:
-        if not self.command:
-            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
         if not _NAME.fullmatch(self.name):
             raise LaunchError(
                 f"--name is no name for a TPU; use up to 63 of a-z, 0-9 and dashes. Received: {self.name!r}"

@@ -79,8 +79,6 @@ usage: tfdist profile [FLAGS] SCRIPT [ARGUMENTS]
 
 Runs a training script on one device until it calls model.fit, measures its steps and gradients for a while instead, and
 writes a profile for tfdist advise. The script need not be changed; what it would do after fit is not run.
-
-flags:
 """
 _FAILED, _INTERRUPTED = 1, 130
 
@@ -129,7 +127,7 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
 
 
 def _script(command: list[str]) -> tuple[str, bool]:
-    if not command or (command[0] == "-m" and len(command) < 2):
+    if command == ["-m"]:
         raise LaunchError("give a training script: tfdist profile train.py; see tfdist profile --help")
     if command[0] == "-m":
         return command[1], True

@@ -36,8 +36,6 @@ Creates Indexed Jobs that run SCRIPT, a path in IMAGE, as every task of a cluste
 it. tfdist has to be installed in the image.
 
   tfdist launch kubernetes --image=me/train:1 --num_workers=4 --gpus_per_worker=1 /app/train.py --epochs=5
-
-flags (also from a file, with --flagfile=FILE):
 """
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?", re.ASCII)
@@ -121,8 +119,6 @@ def check_pods(pods: Pods) -> None:
     Raises:
       LaunchError: a value is out of range, or is an invalid name of an object or host.
     """
-    if not pods.command:
-        raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
     if not pods.image:
         raise LaunchError("--image is missing; name the image in which the script and tfdist are. Received: nothing")
     for flag, name in (("name", pods.name), ("namespace", pods.namespace), *(("claim", c) for c in pods.claims)):

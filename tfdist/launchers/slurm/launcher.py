@@ -35,8 +35,6 @@ share the directory from which this is called, and have tfdist in the same place
 
   tfdist launch slurm --num_workers=4 --gpus_per_node=4 --time=4:00:00 train.py     for MultiWorkerMirroredStrategy
   tfdist launch slurm --num_workers=8 --num_ps=2 --tasks_per_node=4 train.py        for ParameterServerStrategy
-
-flags (also from a file, with --flagfile=FILE):
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _OUTPUT = re.compile(r"(?:--output[= ]|-o ?)(.*)")
@@ -97,8 +95,6 @@ class SlurmJob:
     quiet_workers: bool = False
 
     def __post_init__(self) -> None:
-        if not self.command:
-            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
         if not _NAME.fullmatch(self.name):
             raise LaunchError(
                 f"--name is no name for a job; use up to 64 letters, digits, dots and dashes. Received: {self.name!r}"

@@ -18,12 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 from absl import flags
 
-import tfdist
 from tfdist import _log, _sockets
 from tfdist.cluster import Task
 from tfdist.launchers import command_line, environment, local, shape, tools
@@ -31,7 +29,7 @@ from tfdist.launchers.environment import VISIBLE
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh import client as ssh_client
-from tfdist.launchers.ssh.task import ORPHAN_SECS
+from tfdist.launchers.ssh.task import ORPHAN_SECS, versions
 
 _USAGE = """\
 usage: tfdist launch ssh --hosts=HOST[:SLOTS],... [FLAGS] SCRIPT [ARGUMENTS]
@@ -43,8 +41,6 @@ password.
 
   tfdist launch ssh --hosts=a:2,b:2 train.py --epochs=5     four workers, for MultiWorkerMirroredStrategy
   tfdist launch ssh --hostfile=hosts --num_ps=1 train.py    for ParameterServerStrategy: a chief is added
-
-flags (also from a file, with --flagfile=FILE):
 """
 
 
@@ -84,8 +80,6 @@ class SshJob:
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
 
     def __post_init__(self) -> None:
-        if not self.command:
-            raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
         slots = sum(host.slots for host in self.hosts)
         needed = len(self.shape.tasks)
         if slots < needed:
@@ -176,13 +170,7 @@ def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
         if isinstance(ports, list) and isinstance(gpus, int):
             ports.extend([job.port + slot] if task in job.shape.members else [])
             entry["gpus"] = gpus + (job.gpus_per_worker or 0) * (task in job.shape.computing)
-    here = {"Python": ".".join(map(str, sys.version_info[:2])), "tfdist": tfdist.__version__}
-    for name in ("tensorflow", "keras"):
-        try:
-            here[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # A machine that only launches need not have the package.
-    return check_hosts(asked, job.python, job.ssh_options, here, timeout_secs, job.setup)
+    return check_hosts(asked, job.python, job.ssh_options, versions(), timeout_secs, job.setup)
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -67,24 +67,28 @@ def main(arguments: Sequence[str]) -> int:
 
 def probe(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the answer to the preflight: versions, the time, missing files, ports in use, number of GPUs."""
-    versions = {}
-    for name in ("tensorflow", "keras"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
     directory = pathlib.Path(asked["directory"])
     missing = [str(path) for path in (directory, *(directory / name for name in asked["files"])) if not path.exists()]
     try:
         num_gpus = len(environment.present())
     except LaunchError:
         num_gpus = 0
-    python = ".".join(map(str, sys.version_info[:2]))
     return {
-        "versions": {"Python": python, "tfdist": tfdist.__version__, **versions},
+        "versions": versions(),
         "time": time.time(),
         "missing": missing,
         "taken": {str(port): problem for port in asked["ports"] if (problem := _port_problem(port))},
         "gpus": num_gpus,
     }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that all machines of a job must have in common; a machine that only launches has fewer."""
+    found = {"Python": ".".join(map(str, sys.version_info[:2])), "tfdist": tfdist.__version__}
+    for name in ("tensorflow", "keras"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _port_problem(port: int) -> str:

@@ -18,7 +18,7 @@ from typing import IO
 from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
 from tfdist.launchers.supervise.notices import ENDED, GIVEN_UP, Notices, not_joined
 from tfdist.launchers.supervise.output import Console, LogSettings, TaskLogs, without_noise
-from tfdist.launchers.supervise.processes import Process, Supervisor, on_signals
+from tfdist.launchers.supervise.processes import Process, Start, Supervisor, on_signals, start_guard
 from tfdist.launchers.supervise.replacements import FailureRows, Replacements
 from tfdist.launchers.supervise.verdict import CAUSE_SECS, LEAST_SECS, FirstFailure
 
@@ -400,6 +400,7 @@ def run_tasks(
     request: Request,
     logs: LogSettings = LogSettings(),  # noqa: B008 - frozen
     replan: Replan | None = None,
+    start: Start = start_guard,
 ) -> int:
     """Runs the tasks to their end and prints their output; after a failure, ends all tasks and restarts them.
 
@@ -408,6 +409,7 @@ def run_tasks(
       logs: log settings.
       replan: returns the request for the same job without some workers, by their names in `request`. None if the job
         can't run with fewer workers.
+      start: starts each task; on this machine by default.
 
     Returns:
       0 if all deciding tasks succeeded. Else the code of the task that failed first in the last attempt (128+N if
@@ -416,7 +418,7 @@ def run_tasks(
     Raises:
       OSError: the directory for the logs can't be made.
     """
-    submission = _Submission(request, logs, _RemainingWorkers(request, replan))
+    submission = _Submission(request, logs, _RemainingWorkers(request, replan), start)
     is_main = threading.current_thread() is threading.main_thread()
     # Those that this process ignores (nohup) stay ignored.
     signals = [each for each in _SIGNALS if is_main and signal.getsignal(each) is not signal.SIG_IGN]
@@ -427,7 +429,8 @@ def run_tasks(
 class _Submission:
     """All attempts of a request."""
 
-    def __init__(self, request: Request, logs: LogSettings, workers: _RemainingWorkers) -> None:
+    def __init__(self, request: Request, logs: LogSettings, workers: _RemainingWorkers, start: Start) -> None:
+        self._start = start
         self._restarts = request.restarts
         self._workers = workers
         self._logs = logs
@@ -485,7 +488,7 @@ class _Submission:
         on_lines = (lambda task, lines, error: logs.write(task.name, lines, error, task.restart)) if logs else None
         workers = self._workers
         shown = workers.request.reporting if self._logs.quiet_workers else None
-        with Supervisor(self._console, on_lines, shown if self._logs.tee else ()) as supervisor:
+        with Supervisor(self._console, on_lines, shown if self._logs.tee else (), self._start) as supervisor:
             self._supervisor = supervisor
             return Attempt(workers.request, supervisor, self._received, number, workers.min_workers, logs).run()
 

@@ -139,6 +139,11 @@ _DRAIN_SECS = 2.0
 _KILL_WAIT_SECS = 6.0
 
 
+# Starts a task of this name; returns a socket, and the process at its other end which has the task's output. `guard.py`
+# says what they tell each other.
+Start = Callable[[str, Sequence[str], Mapping[str, str] | None], tuple[socket.socket, Any]]
+
+
 class Process:
     """One running task, built by `Supervisor.start`.
 
@@ -154,7 +159,7 @@ class Process:
         self,
         name: str,
         command: Sequence[str],
-        env: Mapping[str, str] | None,
+        guard: tuple[socket.socket, Any],
         printer: _Printer,
         on_exit: Callable[[Process], None],
         keeps_colours: Callable[[bool], bool],
@@ -177,7 +182,7 @@ class Process:
         self._started = threading.Event()
         self._over = threading.Event()
         self._readers = {error: LineReader(keeps_colours(error)) for error in (False, True)}
-        self._control, self._guard = _start_guard(self.command, env)
+        self._control, self._guard = guard
         self._messages = b""
         self._swept = False
         threading.Thread(target=self._follow, name=f"tfdist output of {name}", daemon=True).start()
@@ -289,9 +294,11 @@ class Process:
         self._started.set()
 
 
-def _start_guard(
-    command: Sequence[str], env: Mapping[str, str] | None
+def start_guard(
+    name: str, command: Sequence[str], env: Mapping[str, str] | None
 ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Starts a task on this machine, under its guard."""
+    del name
     ours, theirs = socket.socketpair()
     try:
         guard = subprocess.Popen(
@@ -326,6 +333,7 @@ class Supervisor:
         last lines).
       on_lines: called from any thread with a task, lines of its output, and True for standard error.
       shown: names of the tasks whose output is printed; None for all.
+      start: starts each task; on this machine by default.
     """
 
     def __init__(
@@ -333,7 +341,9 @@ class Supervisor:
         console: Console | None = None,
         on_lines: Callable[[Process, list[str], bool], None] | None = None,
         shown: Collection[str] | None = None,
+        start: Start = start_guard,
     ) -> None:
+        self._start = start
         self.tracebacks = Tracebacks()
         self._shown = shown
         self._console = console
@@ -368,7 +378,8 @@ class Supervisor:
         number = same[0] if same else len(self._processes)
         is_muted = self._shown is not None and name not in self._shown
         printer = _Printer(self._console, self._on_lines, TracebackFilter(self.tracebacks, name), number, env)
-        process = Process(name, command, env, printer, self._exits.put, keeps_colours, len(same), is_muted)
+        guard = self._start(name, tuple(command), env)
+        process = Process(name, command, guard, printer, self._exits.put, keeps_colours, len(same), is_muted)
         self._processes.append(process)
         return process
 

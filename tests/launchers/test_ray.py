@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of jobs on Ray, and what is refused before any of them starts. test_real_ray.py has the jobs themselves."""
+
+import json
+import sys
+
+import pytest
+
+from tfdist.launchers import command_line, ray
+from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.shape import Shape
+
+JOB = ray.RayJob(("train.py", "--epochs=5"), Shape(2, 1), {"CPU": 2, "GPU": 1, "TPU": 0}, env={"A": "b"})
+
+
+def test_plan_of_fewer_workers_keeps_their_bundles():
+    assert JOB.bundles == [{"CPU": 1}, *[{"CPU": 2, "GPU": 1}] * 2, {"CPU": 1}]
+    request = ray.plan(JOB, dropped=["worker:0"])
+    assert [(task.name, task.env["TFDIST_RAY_BUNDLE"]) for task in request.tasks] == [
+        ("chief:0", "0"),
+        ("worker:0", "2"),
+        ("ps:0", "3"),
+    ]
+    assert json.loads(request.tasks[1].env["TFDIST_SEND_TF_CONFIG"]) == {
+        "cluster": {"chief": ["chief-0:2222"], "worker": ["worker-1:2222"], "ps": ["ps-0:2222"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    assert request.tasks[1].env["TFDIST_SEND_A"] == "b" and request.replaces_workers
+    assert str(request.tasks[1]).endswith(" python train.py --epochs=5\n")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "words"),
+    [
+        ({"worker:0": {"CPU": 2, "GPU": 1}}, {"CPU": 2}, "missing are GPU 1 (0 of 0 free, 1 asked); they start"),
+        ({"worker:0": {"CPU": 2}, "ps:0": {"CPU": 1}}, {"CPU": 0.5}, "missing are CPU 2.5 (0.5 of 4 free, 3 asked)"),
+        ({"worker:0": {"CPU": 2}}, {"CPU": 2}, "enough is free, but not on nodes as --strategy asks"),
+    ],
+)
+def test_missing_resources_are_named_with_free_ones(wanted, free, words):
+    line = ray.missing(wanted, {"CPU": 4}, free)
+    assert line.startswith(f"{', '.join(wanted)} wait for resources: ") and words in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"resources_per_worker": "GPU"}, "--resources_per_worker is no JSON object, such as"),
+        ({"resources_per_worker": {"CPU": 0}}, "--resources_per_worker must be numbers by name, not all 0"),
+        ({"resources_per_worker": {"CPU": "2"}}, "--resources_per_worker must be numbers by name, not all 0, such as"),
+        ({"runtime_env": [1]}, "--runtime_env is no JSON object, such as {}. Received: 1"),
+        ({"strategy": "WIDE"}, "--strategy must be one of PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
+        ({"gpus_per_worker": 1}, "unknown flag --gpus_per_worker; write --resources_per_worker='{\"GPU\": 1}'"),
+        ({"num_workers": 2, "min_workers": 3}, "--min_workers is out of range"),
+        ({"copy": True}, "the script does not exist"),
+        ({}, f"{sys.executable} has no package ray; install it: pip install 'tfdist[ray]'"),
+    ],
+)
+def test_jobs_that_make_no_sense_are_one_line(options, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises((LaunchError, command_line.FlagError)) as caught:
+        ray.run("missing.py", **options)
+    assert str(caught.value).startswith(words) and "\n" not in str(caught.value)

@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a script as every task of a cluster on Ray.
+
+This program is a Ray driver. Its placement group has a bundle for each task. A task runs as the child process of an
+actor in its bundle, with `tfdist.launchers.ssh.task` around it. The actor hands input and output through; `RayTask`
+stands for the guard of a local task, so that `run_tasks` supervises these tasks as all others. Ray ends the actors when
+the driver ends in any way, and the child process ends with its actor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import logging
+import math
+import os
+import pathlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import IO, Any
+
+from absl import flags
+
+from tfdist import _log
+from tfdist.cluster import NOTICES_VARIABLE, Task
+from tfdist.launchers import command_line, environment, local, shape
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, check_command
+from tfdist.launchers.shape import Shape
+from tfdist.launchers.ssh import client
+from tfdist.launchers.ssh import task as remote
+from tfdist.launchers.ssh.launcher import problems_of
+from tfdist.launchers.supervise.notices import Reader
+from tfdist.launchers.supervise.output import LogSettings
+from tfdist.launchers.supervise.processes import PortReservation, module_command
+
+_USAGE = """\
+usage: tfdist launch ray [FLAGS] SCRIPT [ARGUMENTS]
+       tfdist launch ray [FLAGS] -m MODULE [ARGUMENTS]
+
+Starts SCRIPT as every task of a cluster on the nodes of a Ray cluster, and stays until the job is over. Arguments after
+SCRIPT are passed to it. All nodes need tfdist, and SCRIPT unless --copy sends it.
+
+  tfdist launch ray --copy --num_workers=4 train.py --epochs=5     for MultiWorkerMirroredStrategy
+  tfdist launch ray --copy --num_workers=4 --num_ps=1 train.py     for ParameterServerStrategy: a chief is added
+  ray job submit --working-dir . -- tfdist launch ray train.py     goes on without this terminal
+"""
+# Index of a task's bundle, in its environment.
+_BUNDLE_VARIABLE = "TFDIST_RAY_BUNDLE"
+# Of Ray, in a job that was submitted: its id, among others.
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+# Ray's names of resources that are options of an actor.
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+# As of a command line that is wrong: no restart helps.
+_UNUSABLE_EXIT_CODE = 2
+_LOOK_SECS = 0.2
+# Interval of the lines about resources that are missing.
+_WAITING_SECS = 10.0
+# Time for an actor to report the end of a task after SIGKILL, before it is given up.
+_KILLED_SECS = 3.0
+# A call for output that returns without any tells the driver that the actor is there.
+_READ_SECS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RayJob:
+    """A job on a Ray cluster.
+
+    Args:
+      command: the script and its arguments, or "-m", a module and its arguments.
+      shape: the tasks of the job.
+      resources_per_worker: Ray's resources of each worker, such as {"CPU": 2, "GPU": 1}; other tasks have a CPU.
+      strategy: strategy of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
+      directory: working directory of the script on each node; "" for that of Ray's runtime environment.
+      env: variables added to the environment of the tasks.
+      grace_secs: time for tasks to end by themselves, and from the first signal to SIGKILL.
+      restarts: limits of restarts.
+
+    Raises:
+      LaunchError: a value is out of range.
+    """
+
+    command: tuple[str, ...]
+    shape: Shape = dataclasses.field(default_factory=Shape)
+    resources_per_worker: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"CPU": 1})
+    strategy: str = "PACK"
+    directory: str = ""
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    grace_secs: float = 10.0
+    restarts: Restarts = dataclasses.field(default_factory=Restarts)
+
+    def __post_init__(self) -> None:
+        self.shape.check_restarts(self.restarts)
+        shape.check_duration("grace_period_secs", self.grace_secs)
+        values = self.resources_per_worker.values()
+        if not any(values) or not all(type(value) in (int, float) and value >= 0 for value in values):
+            raise LaunchError(
+                '--resources_per_worker must be numbers by name, not all 0, such as {"CPU": 2, "GPU": 1}. Received: '
+                f"{json.dumps(self.resources_per_worker)}"
+            )
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Resources of each of the shape's tasks, without zeros."""
+        worker = {name: value for name, value in self.resources_per_worker.items() if value}
+        return [worker if task in self.shape.computing else {"CPU": 1} for task in self.shape.tasks]
+
+
+def plan(job: RayJob, dropped: Collection[str] = ()) -> Request:
+    """Returns the tasks that `run_tasks` would start. Names stand for the addresses, which only actors know.
+
+    Args:
+      job: the job.
+      dropped: names of workers to leave out. The others are renumbered, and keep their bundles.
+
+    Raises:
+      LaunchError: no worker is left.
+    """
+    left, whole = job.shape.without(dropped)
+    stand_ins = [_stand_in(whole[member]) for member in left.members]
+    tasks = []
+    for task in left.tasks:
+        sent = {"TF_CONFIG": left.cluster(stand_ins, task).to_tf_config(), "TFDIST_LAUNCHER": "ray"}
+        sent |= {"PYTHONUNBUFFERED": "1", **job.env}
+        env = {SENT_PREFIX + name: value for name, value in sent.items()}
+        env[_BUNDLE_VARIABLE] = str(job.shape.tasks.index(whole[task]))
+        tasks.append(TaskRequest(str(task), env, ("python", *job.command)))
+    return left.request(tasks, job.grace_secs, job.restarts)
+
+
+def _stand_in(task: Task) -> str:
+    return f"{task.type}-{task.index}:2222"
+
+
+class TaskActor:
+    """Actor that runs a task as a child process. Its methods are called by `RayTask` alone.
+
+    Args:
+      name: name of the task, which Ray shows.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._output: queue.Queue[tuple[int, bytes]] = queue.Queue(256)
+        self._num_open = 2
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def place(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Starts the child process, which waits for its task; returns the node's address, a free port and versions."""
+        self._reserved = PortReservation(1)
+        command = module_command(remote.__name__)
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for number, stream in ((1, self._child.stdout), (2, self._child.stderr)):
+            threading.Thread(target=self._read_all, args=(number, stream), daemon=True).start()
+        host = _ray().util.get_node_ip_address()
+        return {"host": host, "port": self._reserved.ports[0], **remote.probe(asked)}
+
+    def _read_all(self, number: int, stream: IO[bytes]) -> None:
+        data = b"-"
+        while data:
+            data = os.read(stream.fileno(), 1 << 16)
+            self._output.put((number, data))
+
+    def write(self, data: bytes) -> None:
+        """Writes to the child process: its task, then signals and notices."""
+        with contextlib.suppress(OSError):  # The child process has ended.
+            self._child.stdin.write(data)
+            self._child.stdin.flush()
+
+    def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
+        """Waits for output of the task, and returns it by descriptor; with the last of it, the exit code."""
+        parts = []
+        with contextlib.suppress(queue.Empty):
+            parts.append(self._output.get(timeout=_READ_SECS))
+            while True:
+                parts.append(self._output.get_nowait())
+        self._num_open -= sum(not data for _, data in parts)
+        return parts, None if self._num_open else self._child.wait()
+
+
+class Actors:
+    """Starts the tasks of a job, each in an actor of its own, in its bundle of the job's placement group.
+
+    Args:
+      job: the job.
+
+    Attributes:
+      addresses: addresses by attempt and stand-in, as the actors report them.
+      waiting: bundle of each task that waits for its actor, and the time since then.
+    """
+
+    def __init__(self, job: RayJob) -> None:
+        self.job = job
+        self.addresses: dict[tuple[str, str], str] = {}
+        self.waiting: dict[str, tuple[int, float]] = {}
+        self._over = threading.Event()
+        self._group = _ray().util.placement_group(job.bundles, strategy=job.strategy)
+        threading.Thread(target=self._say_missing, name="tfdist waiting", daemon=True).start()
+
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None) -> tuple[socket.socket, RayTask]:
+        """Starts a task. See `processes.Start`."""
+        task = RayTask(self, name, command[1:], env or {})
+        return task.control, task
+
+    def create(self, name: str, bundle: int) -> Any:
+        """Returns an actor, which starts once its bundle has its resources."""
+        ray, more = _ray(), dict(self.job.bundles[bundle])
+        known = {flag: more.pop(key) for key, flag in _OPTIONS.items() if key in more}
+        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, bundle)
+        # One thread each, so that what is written or read keeps its order.
+        actor = ray.remote(max_restarts=0, concurrency_groups={"input": 1, "output": 1})(TaskActor)
+        self.waiting[name] = bundle, time.monotonic()
+        return actor.options(**{"num_cpus": 0, **known}, resources=more, scheduling_strategy=place).remote(name)
+
+    def _say_missing(self) -> None:
+        ray = _ray()
+        while not self._over.wait(_WAITING_SECS):
+            since = time.monotonic() - _WAITING_SECS / 2
+            waits = {name: bundle for name, (bundle, secs) in sorted(self.waiting.items()) if secs < since}
+            with contextlib.suppress(ray.exceptions.RayError):
+                placed = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+                wanted = {name: self.job.bundles[bundle] for name, bundle in waits.items() if not placed.get(bundle)}
+                if wanted:
+                    _log.say(missing(wanted, ray.cluster_resources(), ray.available_resources()))
+                elif waits:
+                    _log.say(f"{', '.join(waits)} have their resources, and Ray starts their processes")
+
+    def remove(self) -> None:
+        """Ends all actors, and frees the resources."""
+        self._over.set()
+        _ray().util.remove_placement_group(self._group)
+
+
+def missing(wanted: Mapping[str, Mapping[str, float]], total: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """Returns the line about tasks that wait for resources; `total` and `free` are those of the cluster."""
+    sums = {name: sum(each.get(name, 0) for each in wanted.values()) for each in wanted.values() for name in each}
+    lacks = [
+        f"{name} {count - free.get(name, 0):g} ({free.get(name, 0):g} of {total.get(name, 0):g} free, {count:g} asked)"
+        for name, count in sums.items()
+        if count > free.get(name, 0)
+    ]
+    what = f"missing are {', '.join(lacks)}" if lacks else "enough is free, but not on nodes as --strategy asks"
+    return f"{', '.join(wanted)} wait for resources: {what}; they start as nodes join or jobs end"
+
+
+class RayTask:
+    """A task in an actor, in place of the guard of a local task: with its output, and what `guard.py` reports.
+
+    Args:
+      actors: the actors of the job.
+      name: name of the task.
+      script: the script and its arguments.
+      env: the task's variables, and those of the attempt.
+
+    Attributes:
+      control: takes signals, and reports the end of the task.
+      stdout: standard output of the task.
+      stderr: standard error of the task.
+    """
+
+    def __init__(self, actors: Actors, name: str, script: Sequence[str], env: Mapping[str, str]) -> None:
+        self._actors, self._name, self._script, self._env = actors, name, script, env
+        self._signum = 0
+        self._killed_secs = math.inf
+        self._is_running = False
+        self._actor: Any = None
+        self.control, self._control = socket.socketpair()
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        self.stdout, self.stderr = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
+        self._outputs = {1: os.fdopen(to_out, "wb"), 2: os.fdopen(to_err, "wb")}
+        self._thread = threading.Thread(target=self._run, name=f"tfdist actor of {name}", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._forward, name=f"tfdist signals to {name}", daemon=True).start()
+
+    def wait(self) -> int:
+        """Waits until the task has ended. Its exit code was reported before."""
+        self._thread.join()
+        return 0
+
+    def _run(self) -> None:
+        try:
+            code = self._follow()
+        except InterruptedError:
+            code = -self._signum
+        except Exception as error:  # Ray's are of several kinds.
+            code = remote.LOST_EXIT_CODE
+            self._say(f"the actor of {self._name} is lost: {_reason(error)}")
+        self._actors.waiting.pop(self._name, None)
+        with contextlib.suppress(Exception):
+            _ray().kill(self._actor)
+        for each in self._outputs.values():
+            each.close()
+        with contextlib.suppress(OSError):
+            self._control.send(f"exit {code}\ndone\n".encode())
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    def _follow(self) -> int:
+        """Runs the task; returns its exit code."""
+        job, bundle = self._actors.job, int(self._env[_BUNDLE_VARIABLE])
+        self._actor = self._actors.create(self._name, bundle)
+        directory, files = job.directory or ".", [] if self._script[0] == "-m" else [self._script[0]]
+        asked = {"directory": directory, "files": files, "ports": (), "gpus": 0}
+        answer = self._get(self._actor.place.remote(asked))
+        self._actors.waiting.pop(self._name, None)
+        if problems := problems_of(answer, asked, remote.versions()):
+            self._say(*(f"node {answer['host']} {each}, or --copy" for each in problems))
+            return _UNUSABLE_EXIT_CODE
+        env = self._with_addresses(_stand_in(job.shape.tasks[bundle]), answer["host"], answer["port"])
+        # In this order, so that no signal is written before the task, or is lost.
+        self._input(client.payload(self._script, directory, env))
+        self._is_running = True
+        if self._signum:
+            raise InterruptedError
+        code = None
+        while code is None:
+            parts, code = self._get(self._actor.read.options(concurrency_group="output").remote())
+            for number, data in parts:
+                self._outputs[number].write(data)
+                self._outputs[number].flush()
+        return code if code >= 0 else 128 - code
+
+    def _with_addresses(self, own: str, host: str, port: int) -> dict[str, str]:
+        """Returns the task's environment with the addresses of all members, once all have one.
+
+        Raises:
+          OSError: a task that is started again alone has another address than the others know.
+        """
+        variable, attempt, addresses = SENT_PREFIX + "TF_CONFIG", self._env["TFDIST_ATTEMPT"], self._actors.addresses
+        known = addresses.setdefault((attempt, own), f"{host}:{port}").rpartition(":")[0]
+        if known != host:
+            raise OSError(f"it is on {host} now, and the others know {known}; only a start of all tasks mends it")
+        config = self._env[variable]
+        for stand_in in map(_stand_in, self._actors.job.shape.tasks):
+            if f'"{stand_in}"' in config:
+                while (attempt, stand_in) not in addresses:
+                    self._check()
+                    time.sleep(_LOOK_SECS)
+                config = config.replace(f'"{stand_in}"', f'"{addresses[attempt, stand_in]}"')
+        return {**self._env, variable: config}
+
+    def _get(self, reference: Any) -> Any:
+        ray = _ray()
+        while not ray.wait([reference], timeout=_LOOK_SECS)[0]:
+            self._check()
+        return ray.get(reference)
+
+    def _check(self) -> None:
+        """Raises an InterruptedError if a signal has ended the task before its start, or SIGKILL seems lost."""
+        if time.monotonic() > self._killed_secs or (self._signum and not self._is_running):
+            raise InterruptedError
+
+    def _forward(self) -> None:
+        """Forwards signals and notices to the task, and a zero byte when there are none."""
+        notices = Reader(self._env.get(NOTICES_VARIABLE))
+        self._control.settimeout(remote.HEARTBEAT_SECS)
+        data = b"-"
+        while data:
+            try:
+                data = self._control.recv(4096)
+                self._signum = data[-1] if data else self._signum
+            except TimeoutError:
+                data = b"\0"
+            except OSError:
+                break
+            if signal.SIGKILL in data:
+                self._killed_secs = min(self._killed_secs, time.monotonic() + _KILLED_SECS)
+            if self._is_running:
+                lines = (bytes([remote.NOTICE]) + line.encode() + b"\n" for line in notices.new_lines())
+                self._input(data + b"".join(lines))
+        self._control.close()
+
+    def _say(self, *lines: str) -> None:
+        self._outputs[2].write("".join(f"{_log.PREFIX}{line}\n" for line in lines).encode())
+
+    def _input(self, data: bytes) -> None:
+        with contextlib.suppress(Exception):  # `_follow` finds out if the actor is lost.
+            self._actor.write.options(concurrency_group="input").remote(data)
+
+
+def _reason(error: Exception) -> str:
+    """Returns the line of Ray's error that says why, without advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if any("No module named" in line for line in lines):
+        return f'{lines[-1]}; install it on the nodes, or use --runtime_env=\'{{"pip": ["tfdist"]}}\''
+    return lines[-1].partition(" There are some potential")[0][:300]
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Defines this platform's flags."""
+    shape.define_flags(values)
+    strategies = ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+    flags.DEFINE_enum("strategy", "PACK", strategies, "strategy of the placement group", flag_values=values)
+    resources_help = 'Ray\'s resources of each worker, such as \'{"CPU": 2, "GPU": 1}\'; other tasks have a CPU'
+    table = {
+        "address": ("auto", "address of the Ray cluster"),
+        "resources_per_worker": ('{"CPU": 1}', resources_help),
+        "copy": (False, "send the current directory to the nodes, as Ray's working_dir"),
+        "directory": ("", "working directory on the nodes; by default what --copy sent, else the current one"),
+        "runtime_env": ("{}", 'Ray\'s runtime environment, such as \'{"pip": ["tfdist"]}\''),
+        "env": ([], "NAME=VALUE for all tasks; may be repeated"),
+    }
+    command_line.define(values, table)
+    local.define_run_flags(values, grace_period_secs=10.0)
+
+
+def _parsed(flag: str, values: flags.FlagValues) -> dict[str, Any]:
+    try:
+        found = json.loads(values[flag].value or "")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise LaunchError(f"--{flag} is no JSON object, such as {values[flag].default}. Received: {values[flag].value}")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `tfdist launch ray`. See `command_line.run_command`."""
+    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
+
+
+def run(*command: str, **options: object) -> None:
+    """Runs a job from a notebook or a Ray driver, and returns once it has ended: `run("train.py", num_workers=4)`.
+
+    Args:
+      *command: the script and its arguments, or "-m", a module and its arguments.
+      **options: flags of `tfdist launch ray`; those of JSON as a dict.
+
+    Raises:
+      LaunchError: the job is invalid, or there is no Ray cluster.
+      FlagError: an option is unknown, or its value can't be parsed.
+      subprocess.CalledProcessError: the job has failed; `returncode` is that of the first task which failed.
+    """
+    arguments = []
+    for name, value in options.items():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            text = json.dumps(each) if isinstance(each, dict) else str(each)
+            arguments.append(f"--{name}={text}")
+    if code := main([*arguments, *command]):
+        raise subprocess.CalledProcessError(code, ["tfdist", "launch", "ray", *arguments, *command])
+
+
+def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
+    job = RayJob(
+        tuple(command),
+        Shape.from_flags(values),
+        resources_per_worker=_parsed("resources_per_worker", values),
+        strategy=values.strategy,
+        directory=values.directory,
+        env=environment.from_flags(values),
+        grace_secs=values.grace_period_secs,
+        restarts=local.restarts_from_flags(values),
+    )
+    runtime_env = _parsed("runtime_env", values)
+    logs = local.logs_from_flags(values)
+    if values.copy:
+        check_command(job.command)
+        runtime_env["working_dir"] = str(pathlib.Path.cwd())
+    return command_line.submit_or_show(values, plan(job), lambda: _submit(job, values.address, runtime_env, logs))
+
+
+def _submit(job: RayJob, address: str, runtime_env: Mapping[str, Any], logs: LogSettings) -> int:
+    """Runs a job on a cluster, and connects to the cluster for that time unless this program is connected."""
+    ray = _ray()
+    was_connected = ray.is_initialized()
+    if was_connected and runtime_env:
+        raise LaunchError(
+            "this program is connected to Ray, so that --copy and --runtime_env come too late; use "
+            f"ray.init(runtime_env=...). Received: {json.dumps(runtime_env)}"
+        )
+    try:
+        if not was_connected:
+            ray.init(address=address, runtime_env=runtime_env or None, log_to_driver=False, logging_level=logging.ERROR)
+        if not job.directory and not ray.get_runtime_context().runtime_env.get("working_dir"):
+            job = dataclasses.replace(job, directory=str(pathlib.Path.cwd()))
+        actors = Actors(job)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"Ray refuses the job: {_reason(error)}; start a cluster with `ray start --head`, or name one. Received: "
+            f"--address={address}"
+        ) from None
+    config = json.loads(os.environ.get(_JOB_VARIABLE) or "{}")
+    if number := config.get("metadata", {}).get("job_submission_id"):
+        shown = f"ray job status {number}   shows the job", f"ray job logs --follow {number}   follows its output"
+        _log.say(*shown, f"ray job stop {number}   ends it")
+    try:
+        return local.submit_with_secret(functools.partial(plan, job), logs, actors.start)
+    finally:
+        actors.remove()
+        if not was_connected:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    """Returns the package, which only this launcher needs.
+
+    Raises:
+      LaunchError: Ray is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise LaunchError(f"{sys.executable} has no package ray; install it: pip install 'tfdist[ray]'") from None
