@@ -28,9 +28,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ORPHAN_GRACE_SECS = 1.0
 _SWEEP_SECS = 5.0
 _POLL_PARENT_SECS = 0.5
-# The variable and folder of `notices.py`.
-_NOTICES_VARIABLE = "TFDIST_NOTICES"
-_NOTICES_FOLDER = "tfdist-notices-{}-"
 # The variable of `slurm/exits.py`: the scheduler signals the task and the guard itself, and means the task.
 _REACHES_ALL_VARIABLE = "TFDIST_SLURM_REACHES_ALL"
 _RESET = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE", "SIGXFSZ", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -55,8 +52,6 @@ def main(argv: list[str]) -> int:
         _kill_group(task, signal.SIGKILL)
     _sweep(time.monotonic() + _SWEEP_SECS)
     _tell(control, "done")
-    if os.getppid() != parent:
-        _remove_notices(parent)
     return 0
 
 
@@ -206,19 +201,6 @@ def _sweep(deadline: float) -> None:
             except (ProcessLookupError, PermissionError):
                 pass
         time.sleep(0.005)
-
-
-def _remove_notices(parent: int) -> None:
-    """Removes the notices of a killed parent, but no notices that the parent has inherited from another launcher."""
-    path = os.environ.get(_NOTICES_VARIABLE, "")
-    folder = os.path.dirname(path)  # noqa: PTH120
-    if os.path.basename(folder).startswith(_NOTICES_FOLDER.format(parent)):  # noqa: PTH119
-        joined = os.path.join(folder, "joined")  # noqa: PTH118
-        for remove, each in ((os.unlink, path), (os.unlink, joined), (os.rmdir, folder)):
-            try:
-                remove(each)
-            except OSError:
-                pass  # Another task's guard was faster.
 
 
 def _children() -> list[int]:

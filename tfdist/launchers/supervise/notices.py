@@ -31,7 +31,7 @@ _SLURM_SECS = 4.0
 
 
 class Notices:
-    """Writer of the notices. If this process is killed, the guards of its tasks remove the file (`guard.py`).
+    """Writer of the notices.
 
     Attributes:
       env: variables with the paths, for the environment of a task; {} if the folder can't be created. A job runs

@@ -43,16 +43,6 @@ from tfdist.launchers.supervise.output import (
 # library's module, even if the user's program never imports from there.
 
 
-# Command-line options that change imports or the behaviour of code; -I includes -E and -s.
-_FLAGS = (
-    ("isolated", "-I"),
-    ("ignore_environment", "-E"),
-    ("no_user_site", "-s"),
-    ("no_site", "-S"),
-    ("dont_write_bytecode", "-B"),
-    ("optimize", "-O"),
-    ("bytes_warning", "-b"),
-)
 # The path is passed as JSON, which can hold any file name. -P keeps the working directory off `sys.path` until then.
 _PROGRAM = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); runpy.run_module({!r}, None, '__main__')"
@@ -62,15 +52,8 @@ _ROOT = str(pathlib.Path(__file__).resolve().parents[3])
 
 def module_command(module: str, *arguments: str) -> list[str]:
     """Returns the command that runs a module with the interpreter, the options and the `sys.path` of this process."""
-    return [sys.executable, *_options(), "-P", "-c", _PROGRAM.format(module), json.dumps(_path()), *arguments]
-
-
-def _options() -> list[str]:
-    options = [option for name, option in _FLAGS for _ in range(int(getattr(sys.flags, name)))]
-    options += [f"-W{option}" for option in sys.warnoptions]
-    # "-X name" is True, "-X name=value" is the value. Only CPython has `_xoptions`.
-    given = getattr(sys, "_xoptions", {})
-    return options + [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()]
+    options = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
+    return [sys.executable, *options, "-P", "-c", _PROGRAM.format(module), json.dumps(_path()), *arguments]
 
 
 def _path() -> Sequence[str]:
