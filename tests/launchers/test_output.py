@@ -56,11 +56,6 @@ def test_a_keras_progress_bar_is_one_line():
     assert lines_of(b"Epoch 1/2\n" + keras_bar(f"{i}/300" for i in range(301))) == ["Epoch 1/2", "300/300 ━━"]
 
 
-def test_a_keras_progress_bar_read_byte_by_byte_is_one_line():
-    data = keras_bar(f"{i}/300" for i in range(301))
-    assert lines_of(*(data[i : i + 1] for i in range(len(data)))) == ["300/300 ━━"]
-
-
 def test_a_long_progress_bar_is_shown_now_and_then():
     clock = Clock()
     reader = LineReader(progress_every_secs=5, clock=clock)

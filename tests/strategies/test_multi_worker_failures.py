@@ -63,7 +63,7 @@ def report_error_of(name, call):
         error = f"{type(raised).__name__}: {raised}"
     report(name, error)
     # The workers have made different numbers of exchanges.
-    agreement._count = 1000 * (agreement._count // 1000 + 1)
+    agreement.count = 1000 * (agreement.count // 1000 + 1)
     # What the first one does next is not for the other's message.
     (shared / f"{name}-{index}").touch()
     while not (shared / f"{name}-{1 - index}").exists():

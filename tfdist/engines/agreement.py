@@ -109,7 +109,8 @@ class Agreement:
         self.task, self.tasks = task, tuple(tasks)
         self._addresses = dict(addresses)
         self._others = tuple(each for each in self.tasks if each != task)
-        self._count = 0
+        # Number of exchanges so far: the same on all workers between them.
+        self.count = 0
         # Replaced, never changed: other threads read it. So do they `_waits`, of which they take copies.
         self._log: dict[int, str] = {}
         # True once the chief has made its first broadcast; time since when the service has not answered.
@@ -146,11 +147,6 @@ class Agreement:
         """False in a forked copy of the program, which is no worker."""
         return os.getpid() == self._process
 
-    @property
-    def count(self) -> int:
-        """Number of exchanges so far: the same on all workers between them."""
-        return self._count
-
     def start(self, has_gpus: bool) -> None:
         """Starts to look after the waits of this worker, until the program ends."""
         self.reporter.start()
@@ -184,7 +180,7 @@ class Agreement:
           RuntimeError: workers have come here from different calls, such as `evaluate` and `fit`.
         """
         number, key = self._next_key(what)
-        self._set(f"{key}/{self.task}", [self.call, value])
+        self._set(f"{key}/{self.task}", [self.call(), value])
         found = {task: json.loads(self._get(f"{key}/{task}", what, number, [task])) for task in self.tasks}
         calls = {str(task): call for task, (call, _) in found.items()}
         if len(set(calls.values())) > 1:
@@ -203,7 +199,7 @@ class Agreement:
         `place` after the same number of exchanges; of several such calls, the n-th takes the result of the n-th. Where
         the chief has made no call of this name, that is its last call of any name, once this has ended.
         """
-        place = f"{self._count}/{place}"
+        place = f"{self.count}/{place}"
         named = f"{place}/{name}"
         self._numbers[place] += 1
         self._numbers[named] += 1
@@ -347,7 +343,7 @@ class Agreement:
           part: of a sum, see `WorkerStatus`.
         """
         # Of a sum, which may be in a thread of TensorFlow's, the call is found if it is wanted.
-        call, awaited = self.call if what else "", self._others if awaited is None else awaited
+        call, awaited = self.call() if what else "", self._others if awaited is None else awaited
         wait = _Wait(call, what, number, awaited, time.monotonic(), part)
         self._waits.append(wait)
         try:
@@ -366,12 +362,12 @@ class Agreement:
 
         return within
 
-    @property
-    def call(self) -> str:
-        """The user's call in which this thread is; "" for none that is known."""
-        if self._calls:
-            return self._calls[0]
-        return calls.name()
+    def call(self, thread: threading.Thread | None = None) -> str:
+        """Returns the user's call in which a thread is, by default this one; "" for none that is known."""
+        return self._calls[0] if self._calls else calls.name(thread)
+
+    def _main_call(self) -> str:
+        return self.call(threading.main_thread())
 
     def check(self) -> None:
         """Raises the reason why this worker's wait can't end, once it is known; within a `joint` block."""
@@ -467,12 +463,6 @@ class Agreement:
         if line and graph is not None and (line not in self._functions or self._functions[line].graph() is not graph):
             self._functions[line] = context.CollectiveFunction(graph)
 
-    def _main_call(self) -> str:
-        """The user's call in which the main thread is; in any thread."""
-        if self._calls:
-            return self._calls[0]
-        return calls.name(threading.main_thread())
-
     def waited_for(self) -> str:
         """Returns the names of the other workers that don't wait themselves."""
         names = [str(task) for task in self._others]
@@ -545,11 +535,11 @@ class Agreement:
         return ConnectionError(worker_waits.never(own, {str(self.tasks[0]): worker_waits.LOST if is_gone else text}))
 
     def _next_key(self, what: str) -> tuple[int, str]:
-        self._count += 1
-        shown = f"{call} ({what})" if (call := self.call) else what
+        self.count += 1
+        shown = f"{call} ({what})" if (call := self.call()) else what
         last = list(self._log.items())[1 - _LOGGED :]
-        self._log = dict([*last, (self._count, shown)])
-        return self._count, _key(self._count, what)
+        self._log = dict([*last, (self.count, shown)])
+        return self.count, _key(self.count, what)
 
     def _set(self, key: str, value: Any) -> None:
         context.set_key(key, json.dumps(value))
@@ -598,10 +588,6 @@ class Agreement:
         self.end()
         self._watch.stop()
         self.reporter.stop()
-        self.forget_frames()
-
-    def forget_frames(self) -> None:
-        """Lets go of the frames of a call that has ended, and so of its data, before the program goes on."""
         self.blocked.forget()
 
     def _leave(self) -> None:

@@ -79,28 +79,17 @@ def _traits(call: calls.Call) -> dict[str, str]:
     return found
 
 
-def _variables(call: calls.Call) -> list[Any]:
+def _variables(call: calls.Call, is_after_epoch: bool = False) -> list[Any]:
     """Returns variables that are equal on all workers: all for `fit`, and some weights for others, often called."""
+    weights = list(call.model.trainable_variables) if call.model.built else []
+    some = weights[:: max(1, len(weights) // _WEIGHTS)]
     if call.kind != "fit":
-        return _some_weights(call)
-    rates, others = _of_optimizers(call)
-    return [*rates, *_weights(call), *others]
-
-
-def _some_weights(call: calls.Call) -> list[Any]:
-    weights = _weights(call)
-    return weights[:: max(1, len(weights) // _WEIGHTS)]
-
-
-def _weights(call: calls.Call) -> list[Any]:
-    return list(call.model.trainable_variables) if call.model.built else []
-
-
-def _of_optimizers(call: calls.Call) -> tuple[list[Any], list[Any]]:
-    """Returns the learning rates, because of which weights may differ, and the other variables of the optimizers."""
-    variables = [each for optimizer in optimizers_of(call.model) for each in optimizer.variables]
-    rates = [each for each in variables if each.name == "learning_rate"]
-    return rates, [each for each in variables if each.name != "learning_rate"]
+        return some
+    of_optimizers = [each for optimizer in optimizers_of(call.model) for each in optimizer.variables]
+    # First the learning rates, because of which weights may differ.
+    rates = [each for each in of_optimizers if each.name == "learning_rate"]
+    others = [each for each in of_optimizers if each.name != "learning_rate"]
+    return [*rates, *some] if is_after_epoch else [*rates, *weights, *others]
 
 
 def _values(variables: Sequence[Any]) -> list[list[float]]:
@@ -182,7 +171,6 @@ class Comparing(keras.callbacks.Callback):
         # A call that the workers have not compared may be this one's alone.
         if not self._call.is_compared or self._is_apart():
             return
-        rates, _ = _of_optimizers(self._call)
-        variables = [*rates, *_some_weights(self._call)]
+        variables = _variables(self._call, is_after_epoch=True)
         found = self._agreement.gather(_values(variables), "comparing the models")
         _check_values(self._call, variables, {str(task): values for task, values in found.items()})

@@ -212,7 +212,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         super()._before_call(call)
         distribution = getattr(self, "distribution", None)
         if distribution is not None and distribution.agreement is not None:
-            call.after.append(distribution.agreement.forget_frames)
+            call.after.append(distribution.agreement.blocked.forget)
             if call.kind == "fit" and call.model.distribute_strategy is self:
                 calls.add_callback(call, _shared_calls.Comparing(call, distribution.agreement, lambda: self._is_apart))
 

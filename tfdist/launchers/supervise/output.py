@@ -19,11 +19,14 @@ from tfdist import _log
 from tfdist.launchers import environment
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError
 
-# Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, or at the end
-# of a pass. All other warnings and errors stay, and log files have all lines. (303): the machine has no NVIDIA driver.
+# Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, at the end of
+# a pass, and for sums that all tasks abort before they raise the same. All other warnings and errors stay, and log files
+# have all lines. (303): the machine has no NVIDIA driver.
 _NOISE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\)|I0000 00:00:|To enable the following instructions: [A-Z]"
     r"|E0000 00:00:.*failed call to cuInit: .*\(303\)|W0000 00:00:.*Local rendezvous is aborting with status: ABORTED: "
+    r"|[WE]0000 00:00:.*(?:Executor::StartAbort|\] Aborting \w+ with) |\t \[\[\{\{.*tensorflow\.DerivedStatus="
+    r"|The error could be from a previous operation\. Restart your program to reset\."
 )
 
 
