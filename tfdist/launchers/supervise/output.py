@@ -20,7 +20,7 @@ from tfdist.launchers import environment
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError
 
 # Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, at the end of
-# a pass, and for sums that all tasks abort before they raise the same. All other warnings and errors stay, and log files
+# a pass, and for sums that all tasks abort before they raise the same. Other warnings and errors stay, and log files
 # have all lines. (303): the machine has no NVIDIA driver.
 _NOISE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\)|I0000 00:00:|To enable the following instructions: [A-Z]"
