@@ -497,10 +497,10 @@ def test_lines_to_the_user_are_logged_behind_one_prefix():
 MOST_FILES = 224
 MOST_WITH_ONE_IMPORTER = 40
 MOST_IN_COMPAT = 23
-MOST_LINES = 838
+MOST_LINES = 824
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 54_211, ("tfdist", "js"): 1_435, ("tests", "py"): 42_845}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 54_153, ("tfdist", "js"): 1_435, ("tests", "py"): 42_800}
 
 
 @functools.cache
