@@ -67,11 +67,10 @@ def scalars(log_dir: pathlib.Path, run: str) -> Scalars:
 
 
 def tags(log_dir: pathlib.Path) -> dict[str, set[tuple[str, str]]]:
-    """By run the tags and their kinds, without those of the HParams tab."""
+    """By run the tags and their kinds."""
     found: dict[str, set[tuple[str, str]]] = collections.defaultdict(set)
     for run, _, value in values(log_dir):
-        if value.tag.startswith("tfdist/"):
-            found[run].add((re.sub("^tfdist/logs/.*", "tfdist/logs/<name>", value.tag), kind_of(value)))
+        found[run].add((re.sub("^tfdist/logs/.*", "tfdist/logs/<name>", value.tag), kind_of(value)))
     return dict(found)
 
 

@@ -58,7 +58,6 @@ class Distribution:
       gradients_per_batch: number of gradients that are computed from one batch; 0 where the engine counts examples.
       replicas: indices of the replicas of this process; None for all.
       served_tasks: names of the worker and ps tasks that run no program of their own.
-      sizes: sizes of the cluster, by name, for the comparison of runs.
       shown: numbers of tasks or devices, by name, for the strategy's `repr`.
       on_close: functions that end what the strategy has started; called by `close`, the last one first.
       is_closed: True after `close`.
@@ -84,7 +83,6 @@ class Distribution:
     gradients_per_batch: Callable[[], int] = lambda: 0
     replicas: Sequence[int] | None = None
     served_tasks: Sequence[str] = ()
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
     shown: dict[str, Any] = dataclasses.field(default_factory=dict)
     on_close: list[Callable[[], object]] = dataclasses.field(default_factory=list)
     is_closed: bool = False

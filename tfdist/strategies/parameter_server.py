@@ -230,7 +230,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         usages, own = TaskUsages(tasks, lambda: lost_workers(coordinator)), self.distribution.own_usage
         self._new_usage = lambda: usages.fetch(only_new=True)
         self.distribution.usage = lambda: {**usages.fetch(), self.distribution.task: own()}
-        self.distribution.served_tasks, self.distribution.sizes = tasks, {"num_ps": self._num_ps}
+        self.distribution.served_tasks = tasks
 
     def _become_chief(self) -> None:
         """Makes this process the chief of the cluster, until `close`."""

@@ -91,8 +91,7 @@ class Telemetry(keras.callbacks.Callback):
         self._is_training = True
         own = strategy.distribution.replicas
         if own is None or 0 in own:
-            hparams, size = _hparams(self.model, self._batch_size), self._batch_size
-            self._session = Session(strategy, self._directory, self._max_contributions, size, hparams)
+            self._session = Session(strategy, self._directory, self._max_contributions, self._batch_size)
         call = calls.current()
         if call is not None and call.model is self.model:
             call.ends.append(self._raised)
@@ -262,23 +261,6 @@ def _batch_size(model: keras.Model) -> int:
     fit = EpochIterator.of(model)
     size = fit.batch_size if fit is not None else None
     return int(size) if isinstance(size, int) else 0
-
-
-def _hparams(model: keras.Model, batch_size: int) -> dict[str, str | float | bool]:
-    """Returns what runs are compared by in the HParams tab, except for what the strategy knows."""
-    optimizer: Any = model.optimizer
-    found: dict[str, str | float | bool] = {
-        "optimizer": type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
-    }
-    rate = getattr(optimizer, "learning_rate", None)
-    try:
-        # Of a schedule, its value now.
-        found["learning_rate"] = float(keras.ops.convert_to_numpy(rate))
-    except (TypeError, ValueError, RuntimeError):
-        found["learning_rate"] = -1.0
-    found["batch_size"] = batch_size
-    found["steps_per_execution"] = int(getattr(model, "steps_per_execution", None) or 1)
-    return found
 
 
 def _iterations(model: Any) -> int:

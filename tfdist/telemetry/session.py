@@ -188,7 +188,6 @@ class Session:
       directory: log directory.
       max_contributions: of the update log; 0 writes none.
       batch_size: number of examples in a batch; 0 if it isn't known.
-      hparams: for the HParams tab.
 
     Attributes:
       events: writes event files.
@@ -196,14 +195,7 @@ class Session:
       is_closed: True after `close`.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        directory: str,
-        max_contributions: int,
-        batch_size: int,
-        hparams: Mapping[str, str | float | bool],
-    ) -> None:
+    def __init__(self, strategy: Any, directory: str, max_contributions: int, batch_size: int) -> None:
         self._strategy = strategy
         distribution = self._distribution = strategy.distribution
         recorder = self._recorder = distribution.recorder
@@ -222,14 +214,6 @@ class Session:
         self._usage_due, self._usage_iteration = 0.0, -1
         # Of a `fit` around this one, which goes on later.
         self._outer: Session | None = getattr(recorder.sink, "__self__", None)
-        whole = {
-            "strategy": type(strategy).__name__,
-            "policies": ", ".join(map(repr, distribution.policies)) or "none",
-            "num_workers": len(recorder.names),
-            **distribution.sizes,
-            **hparams,
-        }
-        self.events.add("", 0, lambda: summaries.session_start(whole))
         recorder.is_warming = distribution.is_warming
         recorder.sink, recorder.on_event = self._on_updates, self.event
         saving.listen_to_saves(self._on_save)
@@ -399,7 +383,6 @@ class Session:
             self._recorder.sink = None if outer is None else outer._on_updates
             self._recorder.on_event = None if outer is None else outer.event
         if is_success:
-            self.events.add("", self._iteration, summaries.session_end)
             # After an error the other tasks may not answer.
             self.add_usage(self._iteration, at_end=True)
         self.events.close()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of TensorBoard's summaries: scalars, histograms, text and hparams.
-
-The last are protos of the package tensorboard; without it they are not written.
-"""
+"""Values of TensorBoard's summaries: scalars, histograms and text."""
 
 from __future__ import annotations
 
@@ -65,29 +62,6 @@ def text(name: str, line: str) -> Any:
     value = tf.compat.v1.Summary.Value(tag=_PREFIX + name, tensor=tensor)
     value.metadata.plugin_data.plugin_name = "text"
     return value
-
-
-def session_start(hparams: Mapping[str, str | float | bool]) -> list[Any]:
-    """Returns the hyperparameters of a run for the HParams tab; a proto of tensorboard, [] where it is missing."""
-    try:
-        from tensorboard.plugins.hparams import summary
-    except ImportError:
-        return []
-    return _of_tensorboard(summary.session_start_pb(dict(hparams)))
-
-
-def session_end() -> list[Any]:
-    """Returns the end of a run that has succeeded, likewise."""
-    try:
-        from tensorboard.plugins.hparams import api_pb2, summary
-    except ImportError:
-        return []
-    return _of_tensorboard(summary.session_end_pb(api_pb2.STATUS_SUCCESS))
-
-
-def _of_tensorboard(summary: Any) -> list[Any]:
-    """Returns the values of a summary that a class of tensorboard has made, as those of TensorFlow."""
-    return list(tf.compat.v1.Summary.FromString(summary.SerializeToString()).value)
 
 
 # Scalars and histograms of one point of the Telemetry callback. docs/telemetry.md lists them.
