@@ -624,8 +624,15 @@ SLOW = {
     # Others have parts without examples, and layers in loops.
     *("NaN of zeros, sum loss", "recurrent, built from one example"),
     # Steps and losses of users' code, of which one of each kind is enough.
-    *("step of_keras", "step tracked", "step decorated", "step that assigns", "functions around those of Keras"),
-    "own functions",
+    *(
+        "step of_keras",
+        "step of_both",
+        "step tracked",
+        "step decorated",
+        "step that assigns",
+        "functions around those of Keras",
+    ),
+    *("own functions", "metrics of one number, one over"),
     *("step mean_by_hand, fewer examples than replicas", "own compute_loss", "loss one number of a class"),
     *("loss one per example", "penalties, sum", "penalties, sum_over_batch_size", "loss one number, one over", "mask"),
     # First calls and loops, by the same ways to a batch and to an optimizer as others.

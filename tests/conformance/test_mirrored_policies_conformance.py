@@ -23,9 +23,9 @@ class TestBackupWorkers(Conformance):
     quick = frozenset(
         {
             *("accumulation, clipnorm, ema", "loss scale, accumulation", "embedding, places", "ragged"),
-            *("step mean_by_hand, one over", "step sum_by_batch", "step of_both", "step with slices"),
+            *("step mean_by_hand, one over", "step sum_by_batch", "step with slices"),
             # Logs of parts of different sizes.
-            *("dicts", "step tracked by other names", "metrics of one number, one over"),
+            *("dicts", "step tracked by other names"),
         }
     )
     # `TestAggregated` has others with the same policy, or a policy has no part in them.

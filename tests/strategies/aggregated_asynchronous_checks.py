@@ -88,8 +88,6 @@ def shuffled() -> tf.data.Dataset:
     [
         (shuffled, 3),
         (generator, 1),
-        pytest.param(shuffled, 1, marks=pytest.mark.slow),
-        pytest.param(generator, 3, marks=pytest.mark.slow),
     ],
 )
 def test_every_example_is_used_once_in_each_pass(

@@ -107,18 +107,6 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
     assert len(pushed) == epochs * 12 * 3
 
 
-def test_the_number_of_spares_follows_the_delays(
-    with_policies: Callable[..., Any], capfd: pytest.CaptureFixture
-) -> None:
-    strategy = with_policies(tfdist.BackupWorkers(spares="auto"))
-    model = compiled(strategy)
-    delay_hook.clear()
-    with tfdist.testing.Delays({f"worker:{LAST}": tfdist.testing.constant(0.3)}):
-        fit(model, epochs=2)
-    assert "tfdist: spares 0 -> 1 of 4 replicas" in capfd.readouterr().err
-    assert int(model.optimizer.iterations.numpy()) == 24
-
-
 @pytest.mark.slow
 def test_the_own_policy_of_the_page_shares_updates_fairly(with_policies: Callable[..., Any]) -> None:
     strategy = with_policies(made.own_policy(spares=1, lead=2))

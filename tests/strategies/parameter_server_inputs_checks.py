@@ -137,18 +137,14 @@ def test_the_user_may_give_each_worker_its_own_data(strategy: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "steps_per_execution"),
     [
-        pytest.param("arrays", 5, marks=pytest.mark.slow),
-        pytest.param("batches", 1, marks=pytest.mark.slow),
         pytest.param("batches", 5, marks=pytest.mark.slow),
         ("of unknown size", 5),
         ("generator", 1),
-        pytest.param("PyDataset", 1, marks=pytest.mark.slow),
     ],
 )
 def test_evaluate_sees_each_example_once(strategy: Any, source: str, steps_per_execution: int) -> None:
     model = observed_often(strategy, steps_per_execution)
-    options = {"batch_size": BATCH} if source == "arrays" else {}
-    found = model.evaluate(*SOURCES[source](), verbose=0, return_dict=True, **options)
+    found = model.evaluate(*SOURCES[source](), verbose=0, return_dict=True)
     assert [found[f"moment{power}"] for power in range(3)] == moments(ALL)
     assert found["batches"] == STEPS
 

@@ -26,9 +26,7 @@ from parameter_server_cluster import (
 )
 from training import build_metrics
 
-from tfdist import transforms
 from tfdist.compat.tensorflow.coordinator import create_on_workers, current_worker, has_failed, scheduling
-from tfdist.step import gradients
 
 # Callbacks and files.
 
@@ -62,36 +60,6 @@ def test_the_report_tells_how_stale_each_gradient_was(strategy: Any) -> None:
         assert sum(counted.values()) == report.updates
     assert min(report.staleness) == 0
     assert sum(report.dropped.values()) == 0
-
-
-def test_state_of_transforms_is_saved_and_restored(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ages = transforms.GradientTransform(
-        lambda variables: tf.constant(0, tf.int64),
-        lambda gradients, state, info: (gradients, state + info.staleness),
-        where="arrival",
-    )
-    number = transforms.GradientTransform(
-        lambda variables: tf.constant(0, tf.int64), lambda gradients, state, info: (gradients, info.replica), "replica"
-    )
-    given = transforms.in_order([transforms.momentum_correction(), number, transforms.skip_nonfinite(), ages])
-    own = gradients.Transforms(given, strategy.distribution.transforms.memory)
-    monkeypatch.setattr(strategy.distribution, "transforms", own)
-    keras.utils.set_random_seed(3)
-    model = dense(strategy)
-    fit(model, dataset())
-    described, arrays = own.collect(model)
-    *velocities, first_number, age, skipped = arrays[:7]
-    assert described["replicas"] == NUM_WORKERS
-    assert (first_number, arrays[7 + len(velocities)]) == (0, 1)
-    assert 0 <= age < STEPS * NUM_WORKERS
-    assert not skipped
-    assert all(np.any(each) for each in velocities)
-    fit(model, dataset())
-    own.distribute(model, described, arrays)
-    for saved, again in zip(arrays, own.collect(model)[1], strict=True):
-        np.testing.assert_array_equal(saved, again)
-    own.distribute(model, None, [])
-    assert not any(np.any(each) for each in own.collect(model)[1])
 
 
 def test_the_learning_rate_is_the_one_set_before_the_step(strategy: Any) -> None:
