@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import re
@@ -17,6 +18,7 @@ import tensorflow as tf
 from cutting_off import CutOff, CutOffError
 
 import tfdist
+from tfdist.compat.keras import calls
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -335,3 +337,21 @@ def test_early_stopping_says_that_its_weights_are_gone(tmp_path: pathlib.Path, c
         fit(CutOff(15))
     fit()
     assert "EarlyStopping(restore_best_weights=True) begins anew" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_fit_that_was_looked_up_before_the_callback_was_made_is_known(tmp_path: pathlib.Path):
+    # As in `model.fit(x, y, callbacks=[Resume("checkpoints")])`, where nothing else of tfdist was used before.
+    def fit(epochs: int, *others: Any) -> dict[str, list[float]]:
+        calls.follow()
+        early = vars(calls.TRAINER)["fit"].__wrapped__.__get__(_model())
+        callbacks = [tfdist.callbacks.Resume(tmp_path), *others]
+        return early(X, Y, validation_data=(X, Y), epochs=epochs, callbacks=callbacks, verbose=0).history
+
+    assert len(fit(1)["val_loss"]) == 1
+    assert not calls._open
+    with pytest.raises(CutOffError):
+        fit(4, CutOff(5))
+    gc.collect()
+    assert not calls._open
+    assert len(fit(4)["val_loss"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -293,3 +294,39 @@ def test_points_go_on_where_a_resumed_training_does(cpus: list[str], tmp_path: p
     assert timeline.updates.step.tolist() == list(range(1, 41))
     kinds = [EventKind(each).name for each in timeline.events.event_kind]
     assert kinds == ["CHECKPOINT", "FINISHED", "RESUMED", "CHECKPOINT", "FINISHED"]
+
+
+@pytest.mark.slow
+@pytest.mark.devices
+def test_a_directory_that_vanishes_is_one_warning(
+    cpus: list[str], tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, callback = tmp_path / "logs", tfdist.callbacks.Telemetry(tmp_path / "logs", update_freq=5)
+
+    class Vanish(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 12:
+                callback.flush()
+                shutil.rmtree(directory)
+
+    fit(compiled(mirrored(cpus)), [callback, Vanish()], steps=40)
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "can't be written" in line]
+    assert len(warnings) == 1 and "tried again" in warnings[0]
+    # The directory was made again.
+    assert max(scalars(directory)[SPEED]) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.devices
+def test_a_fit_within_a_fit_gives_the_log_back(cpus: list[str], tmp_path: pathlib.Path) -> None:
+    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
+    outer, inner = compiled(strategy), compiled(strategy)
+
+    class Within(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                fit(inner, [tfdist.callbacks.Telemetry(tmp_path / "inner")], steps=4)
+
+    fit(outer, [tfdist.callbacks.Telemetry(tmp_path / "outer"), Within()], steps=8)
+    assert [read_logs(tmp_path / each).num_updates for each in ("inner", "outer")] == [4, 8]
+    assert strategy.distribution.recorder.sink is None
