@@ -127,10 +127,9 @@ def settings(workers: int, samples: Sequence[float], has_dense: bool) -> Iterato
       samples: seconds of single steps, from which the spares follow.
       has_dense: whether there are dense gradients to compress.
     """
-    ordered = sorted(samples)
-    if len(ordered) > _MOST_SAMPLES:
-        ordered = [ordered[(2 * index + 1) * len(ordered) // (2 * _MOST_SAMPLES)] for index in range(_MOST_SAMPLES)]
-    spares, _ = backup_workers.best_spares([ordered] * workers, workers, workers // 2)
+    spares, _ = backup_workers.best_spares(
+        [prediction.quantiles(samples, _MOST_SAMPLES)] * workers, workers, workers // 2
+    )
     label = f"{spares} spare{'s' * (spares > 1)}"
 
     def build(kind: Callable[..., Policy], *given: Any, **named: Any) -> Callable[[], list[Policy]]:

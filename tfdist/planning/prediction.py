@@ -127,6 +127,12 @@ _MOST_SAMPLES = 500
 _UPDATE_SECS = {PARAMETER_SERVER: 2.5e-3, MULTI_WORKER: 2e-3}
 
 
+def quantiles(samples: Sequence[float], most: int) -> list[float]:
+    """Returns the samples in order; of more than `most` as many evenly spaced quantiles."""
+    ordered, count = sorted(samples), min(most, len(samples))
+    return [ordered[(2 * index + 1) * len(ordered) // (2 * count)] for index in range(count)]
+
+
 def slowdown(profile: Profile, workers_per_machine: int) -> float:
     """Returns how many times as long a step computes with other workers on its machine: their cores / its cores."""
     needed = workers_per_machine * profile.used_cores
@@ -164,16 +170,13 @@ def simulate(
     """
     size = batch_size or profile.batch_size
     workers_per_machine = min(workers, workers_per_machine)
-    ordered = sorted(profile.samples)
-    if len(ordered) > _MOST_SAMPLES:
-        ordered = [ordered[(2 * index + 1) * len(ordered) // (2 * _MOST_SAMPLES)] for index in range(_MOST_SAMPLES)]
     slower = slowdown(profile, workers_per_machine)
     # The samples give the shape of the distribution, and the profile's sizes its mean.
     cluster = simulation.ClusterModel(
         workers=workers,
         workers_per_machine=workers_per_machine,
         servers=servers,
-        compute=simulation.empirical(ordered),
+        compute=simulation.empirical(quantiles(profile.samples, _MOST_SAMPLES)),
         network=network.model(),
     )
     rows = size / profile.batch_size

@@ -105,52 +105,38 @@ _ONLY_FOR = {
 }
 # The writer keeps two million gradients in memory at most.
 _FLUSH_GRADIENTS = 500_000
-# Flags by the part of the configuration that they set. Values with a unit stay text.
-_CLUSTER = {
-    "workers": int,
-    "servers": int,
-    "devices_per_worker": int,
-    "workers_per_machine": int,
-    "compute": str,
+# Flags by the part of the configuration that they set: type and help. Values with a unit stay text.
+_Flags = dict[str, tuple[type, str]]
+_CLUSTER: _Flags = {
+    "workers": (int, "worker processes"),
+    "servers": (int, "parameter servers"),
+    "devices_per_worker": (int, "devices of each worker"),
+    "workers_per_machine": (int, "workers that share a machine's link"),
+    "compute": (str, "distribution of the seconds of a step, such as 'lognormal(mean=0.2, s=1.0)'"),
 }
-_NETWORK = {
-    "bandwidth": str,
-    "latency_secs": str,
-    "within_bandwidth": str,
-    "within_latency_secs": str,
-    "server_bandwidth": str,
-    "queueing": str,
+_NETWORK: _Flags = {
+    "bandwidth": (str, "of each machine's link, such as 10Gbit"),
+    "latency_secs": (str, "of a message between machines, such as 50us"),
+    "within_bandwidth": (str, "between devices of a machine, such as 12GB/s"),
+    "within_latency_secs": (str, "of a message within a machine"),
+    "server_bandwidth": (str, "of each parameter server's link; that of the machines by default"),
+    "queueing": (str, "order of transfers on a link: fair or fifo"),
 }
-_MODEL = {
-    "dense_bytes": str,
-    "batch_size": int,
-    "step_secs": str,
-    "update_secs": str,
-    "optimizer_bytes": str,
-    "overlap": float,
+_MODEL: _Flags = {
+    "dense_bytes": (str, "bytes of the dense variables, such as 100MB"),
+    "batch_size": (int, "examples in the batch of one device"),
+    "step_secs": (str, "seconds of a step on one device, such as 120ms"),
+    "update_secs": (str, "seconds of an update, communication not included"),
+    "optimizer_bytes": (str, "bytes of the optimizer's slots"),
+    "overlap": (float, "share of a step during which an all-reduce can already run"),
 }
-_RUN = {"num_updates": int, "steps_per_epoch": int, "seed": int}
-_HELP = {
-    "workers": "worker processes",
-    "servers": "parameter servers",
-    "devices_per_worker": "devices of each worker",
-    "workers_per_machine": "workers that share a machine's link",
-    "compute": "distribution of the seconds of a step, such as 'lognormal(mean=0.2, s=1.0)'",
-    "bandwidth": "of each machine's link, such as 10Gbit",
-    "latency_secs": "of a message between machines, such as 50us",
-    "within_bandwidth": "between devices of a machine, such as 12GB/s",
-    "within_latency_secs": "of a message within a machine",
-    "server_bandwidth": "of each parameter server's link; that of the machines by default",
-    "queueing": "order of transfers on a link: fair or fifo",
-    "dense_bytes": "bytes of the dense variables, such as 100MB",
-    "batch_size": "examples in the batch of one device",
-    "step_secs": "seconds of a step on one device, such as 120ms",
-    "update_secs": "seconds of an update, communication not included",
-    "optimizer_bytes": "bytes of the optimizer's slots",
-    "overlap": "share of a step during which an all-reduce can already run",
-    "num_updates": "updates to simulate (100)",
-    "steps_per_epoch": "updates of an epoch: for Warmup(epochs=...), and where asynchronous training waits at its end",
-    "seed": "seed of the random draws (0)",
+_RUN: _Flags = {
+    "num_updates": (int, "updates to simulate (100)"),
+    "steps_per_epoch": (
+        int,
+        "updates of an epoch: for Warmup(epochs=...), and where asynchronous training waits at its end",
+    ),
+    "seed": (int, "seed of the random draws (0)"),
 }
 
 
@@ -278,8 +264,8 @@ def define_flags(values: flags.FlagValues) -> None:
         float: flags.DEFINE_float,
         str: flags.DEFINE_string,
     }
-    for name, kind in (*_CLUSTER.items(), *_NETWORK.items(), *_MODEL.items(), *_RUN.items()):
-        define[kind](name, None, _HELP[name], flag_values=values)
+    for name, (kind, meaning) in (_CLUSTER | _NETWORK | _MODEL | _RUN).items():
+        define[kind](name, None, meaning, flag_values=values)
 
 
 def _simulate(values: flags.FlagValues) -> Result:

@@ -593,7 +593,7 @@ def with_usage(report: Report, usage: dict[str, Any], sent: dict[str, int]) -> R
 
     Args:
       report: the report.
-      usage: `runtime.usage.Usage` of each task whose process is known.
+      usage: `coordination.usage.Usage` of each task whose process is known.
       sent: bytes that tfdist has counted itself, for tasks whose kernel counts none.
     """
     zeros = dict.fromkeys(report.bytes_sent, 0)
