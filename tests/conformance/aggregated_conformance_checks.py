@@ -9,10 +9,9 @@ from conformance import Conformance, pytest_generate_tests  # noqa: F401
 
 class TestAggregated(Conformance):
     # Steps of custom loops are those of one worker.
-    # Logs of losses that are sums count each worker's part of a batch alike.
     # Gradients of four workers are added up in the order of arrival, so that no bit repeats.
     # Seed generators must be made in the scope.
-    left_out = LOOPS | {"sum loss", TRANSFORMS[2], "first call, loop", "first call, seeds from outside"}
+    left_out = LOOPS | {TRANSFORMS[2], "first call, loop", "first call, seeds from outside"}
     # `TestBackupWorkers` on devices splits the step in the same way. Here is what happens to parts on their way: rows,
     # sums changed on the servers, no part at all, whose example is whose.
     quick = frozenset(

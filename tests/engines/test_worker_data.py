@@ -104,7 +104,10 @@ def shuffled() -> tf.data.Dataset:
 def read_batches(dataset: WorkerDataset, number: int) -> list[list[list[int]]]:
     """Returns the first batches, each as its elements, that each worker would read in a pass."""
     shares = dataset.iterate_on_workers(number).values
-    return [[batch.numpy().tolist() for batch in itertools.islice(share, 4)] for share in shares]
+    batches = [
+        [each[0] if isinstance(each, tuple) else each for each in itertools.islice(share, 4)] for share in shares
+    ]
+    return [[batch.numpy().tolist() for batch in each] for each in batches]
 
 
 def by_turns(shares: list[list[list[int]]]) -> list[list[int]]:

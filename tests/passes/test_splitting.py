@@ -94,3 +94,13 @@ def test_part_of_sparse_batches_keeps_their_features():
     assert dealt.element_spec[0].shape.as_list() == [None, 4]
     rows = [tf.sparse.to_dense(part).numpy().tolist() for part, _ in dealt]
     assert rows == [[[1, 0, 0, 2]], [[0, 3, 0, 0]]]
+
+
+def test_parts_come_with_the_size_of_their_batch_if_asked():
+    dealt = splitting.deal(tf.data.Dataset.range(7).batch(5), range(2), 2, with_totals=True)
+    assert [(part.tolist(), int(total)) for part, total in dealt.as_numpy_iterator()] == [
+        ([0, 1], 5),
+        ([2, 3, 4], 5),
+        ([5], 2),
+        ([6], 2),
+    ]

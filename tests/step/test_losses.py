@@ -52,32 +52,3 @@ def test_share_of_a_part_is_that_of_its_examples(examples: int, batch_rows: int 
 def test_share_of_parts_of_one_known_size_is_no_tensor():
     traced = tf.function(lambda batch: tf.constant(losses.share_of_batch(batch, tf.size(batch, tf.int64), 4) == 0.25))
     assert bool(traced(tf.zeros([3, 2])))
-
-
-def test_metrics_of_numbers_alone_are_counted_by_examples():
-    batch = tf.zeros([3, 2])
-    numbers, both = metrics = [keras.metrics.Mean() for _ in range(2)]
-    counted = losses.CountedByExamples(batch, 2, {})
-    weights = [counted.weight_of(metric)(True) for metric in metrics]
-    assert [int(weight) for weight in weights] == [3, 3]
-    assert counted.weight_of(both)(False) is None
-    assert counted.mixed() == [both]
-    without = losses.CountedByExamples(batch, 2, {id(both)})
-    assert [float(without.weight_of(metric)(True)) for metric in metrics] == [3.0, 0.5]
-    assert without.variables() == {id(variable) for variable in numbers.variables}
-
-
-class _Counting(keras.metrics.Mean):
-    """Counts its updates besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.updates = self.add_variable((), "zeros", dtype="int32", aggregation="sum")
-
-
-def test_counts_of_a_mean_besides_its_numbers_are_sums():
-    counted, mean = losses.CountedByExamples(tf.zeros([3, 2]), 2, {}), _Counting()
-    counted.weight_of(mean)(True)
-    total = keras.metrics.Sum()
-    counted.weight_of(total)(True)
-    assert counted.variables() == {id(mean.total), id(mean.count), id(total.total)}

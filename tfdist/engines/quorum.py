@@ -487,10 +487,9 @@ class QuorumStep:
         calls, variables = self._step.calls(), self._step.variables()
         encoded = [index for index, each in enumerate(own.gradients) if isinstance(each, tf.Tensor)]
         total = self._add_up(own, encoded)
-        factor = self._step.factor(total)
         final = [
-            contribution.times(given if each is None else each, factor)
-            for given, each in zip(own.gradients, total.gradients, strict=True)
+            contribution.times(given if each is None else each, self._step.factor(total, call))
+            for given, each, call in zip(own.gradients, total.gradients, calls, strict=True)
         ]
         # Several calls may be equal.
         for call in {id(each): each for each in calls}.values():

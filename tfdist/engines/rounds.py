@@ -52,7 +52,7 @@ from tfdist.engines.base import Engine
 from tfdist.engines.transfer import encoding
 from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting
-from tfdist.passes.worker_batch import WorkerBatch
+from tfdist.passes.worker_batch import PartLayout, WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator, find_iterator
 from tfdist.policies.base import Aggregation, Update
@@ -199,15 +199,14 @@ class RoundEngine(Engine):
             spec, count = handle.element_spec, self.num_parts
             rehearsal.before(self._strategy, step.function, [spec])
             model_parallel.check_step(self._strategy, step)
-            marks_end = handle.kind.form.marks_end
-            return self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec, marks_end)
+            return self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec, handle.kind.form)
 
         return self._engine.programs.traces.find(step, ("round", handle.kind), trace)
 
-    def prepare(self, step: Step, element_spec: Any, marks_end: bool) -> RoundStep:
+    def prepare(self, step: Step, element_spec: Any, layout: PartLayout) -> RoundStep:
         """Traces a model's `train_step` for the workers' batches of this structure."""
         counts = self._count, self.replicas_to_aggregate
-        return RoundStep(self._strategy, step, self._transfer, element_spec, marks_end, *counts)
+        return RoundStep(self._strategy, step, self._transfer, element_spec, layout, *counts)
 
     def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
         """Makes one update.
@@ -223,7 +222,7 @@ class RoundEngine(Engine):
         try:
             feed, parts = iterator.feed or iterator.decide(by_chief=False), None
             if isinstance(feed, ChiefFeed):
-                parts = self._next_parts(feed, iterator.element_spec)
+                parts = parts_of_batch(feed.next_batch(), iterator, self._count)
                 step.prepare_for_batches()
                 feed.redeem()
             feed.updates += 1
@@ -280,10 +279,6 @@ class RoundEngine(Engine):
 
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
         self._runner.lose(worker, is_so)
-
-    def _next_parts(self, feed: ChiefFeed, element_spec: Any) -> list[list[tf.Tensor]]:
-        batch = feed.next_batch()
-        return [part_of_batch(batch, element_spec, worker, self._count) for worker in range(self._count)]
 
     def _reside(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
         """Schedules the closures that contribute to these updates, unless they run already."""
@@ -373,7 +368,7 @@ class RoundStep:
       step: a model's `train_step`.
       transfer: how variables and gradients cross the network.
       element_spec: the structure of `tf.TypeSpec`s of a worker's batch.
-      marks_end: True if the iterators mark the end (`splitting.with_end_marked`).
+      layout: what the workers' iterators give besides batches.
       total_num_replicas: number of parts of a batch.
       replicas_to_aggregate: expected number of contributions of an update. An update from another number is traced on
         first use, which waits for every worker that is up, even if it is stopped.
@@ -392,7 +387,7 @@ class RoundStep:
         step: Step,
         transfer: TransferPlan,
         element_spec: Any,
-        marks_end: bool,
+        layout: PartLayout,
         total_num_replicas: int,
         replicas_to_aggregate: int,
         is_weighted: bool = False,
@@ -402,7 +397,8 @@ class RoundStep:
         self._transfer = transfer
         # Of the gradients that are sent; None to send them as they are.
         self._encoding = transfer.encoding
-        self._spec = element_spec
+        self._has_totals, self._marks_end = layout.has_totals, layout.marks_end
+        self._spec = (element_spec, tf.TensorSpec([], tf.int64)) if layout.has_totals else element_spec
         self._transforms = gradient_transforms.transforms_of(strategy)
         self._step = SplitTrainStep(
             step,
@@ -420,13 +416,12 @@ class RoundStep:
         self._rows = RowPieces([], [])
         self._home = ""
         self._from_batch: Callable[..., Any] | None = None
-        self._marks_end = marks_end
-        element = (element_spec, tf.TensorSpec([None], tf.int8)) if marks_end else element_spec
+        element = (self._spec, tf.TensorSpec([None], tf.int8)) if self._marks_end else self._spec
         self.contribute = self._step.settled(
             lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element)])
         )
         scope_checks.check_graph(step, self.contribute)
-        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[: -1 - marks_end]]
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[: -1 - self._marks_end]]
         self.push = self._trace(self._to_servers, self._specs)
         if self._encoding is not None:
             self.push = functools.partial(_push_encoded, self._encoding, self.push)
@@ -502,15 +497,16 @@ class RoundStep:
 
     def _contribute_next(self, iterator: Any) -> list[tf.Tensor]:
         found, secs = step_times.timed_read(iterator.get_next)
-        batch, *mark = found if self._marks_end else (found,)
-        return [*self._contribute(batch), *mark, secs]
+        element, *mark = found if self._marks_end else (found,)
+        return [*self._contribute(element), *mark, secs]
 
     def _contribute_batch(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         return self._contribute(tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True))
 
-    def _contribute(self, batch: Any) -> list[tf.Tensor]:
+    def _contribute(self, element: Any) -> list[tf.Tensor]:
+        batch, total = element if self._has_totals else (element, None)
         with tf.device(self._strategy.extended.worker_devices[0]):
-            return self._step.unless_empty(self._strategy, self._computed, self._packed, batch)
+            return self._step.unless_empty(self._strategy, self._computed, self._packed, batch, total)
 
     def _packed(self, contribution: ReplicaContribution) -> list[tf.Tensor]:
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
@@ -610,10 +606,12 @@ def _scaling_alone(model: keras.Model) -> list[tuple[Any, str, Any]]:
     return [change for each in optimizers.optimizers_of(model) for change in optimizers.scaling_alone(each)]
 
 
-def part_of_batch(batch: Sequence[tf.Tensor], spec: Any, part: int, num_parts: int) -> list[tf.Tensor]:
-    """Returns a worker's part of a flat batch."""
-    whole = tf.nest.pack_sequence_as(spec, batch, expand_composites=True)
-    return tf.nest.flatten(splitting.cut(whole, part, num_parts), expand_composites=True)
+def parts_of_batch(batch: Sequence[tf.Tensor], iterator: WorkerIterator, num_parts: int) -> list[list[tf.Tensor]]:
+    """Returns the parts of a flat batch that the chief has read, flat, as the workers' iterators would give them."""
+    whole = tf.nest.pack_sequence_as(iterator.element_spec, batch, expand_composites=True)
+    totals = [splitting.rows(whole)] if iterator.dataset.kind.form.has_totals else []
+    parts = [splitting.cut(whole, part, num_parts) for part in range(num_parts)]
+    return [[*tf.nest.flatten(part, expand_composites=True), *totals] for part in parts]
 
 
 def _is_first_step(model: Any) -> bool:

@@ -35,8 +35,9 @@ from tfdist.compat.tensorflow import coordinator
 from tfdist.coordination import delay_hook
 from tfdist.coordination.stream_runner import StreamRunner
 from tfdist.engines import rounds
-from tfdist.engines.rounds import RoundStep, part_of_batch
+from tfdist.engines.rounds import RoundStep, parts_of_batch
 from tfdist.passes import worker_pass
+from tfdist.passes.worker_batch import PartLayout
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
@@ -70,14 +71,14 @@ class StreamEngine(rounds.RoundEngine):
         """See `RoundEngine.distribute_own`; the batches are read in parts."""
         return WorkerDatasetFromFunction(self, datasets, self.num_parts)
 
-    def prepare(self, step: Step, element_spec: Any, marks_end: bool) -> RoundStep:
+    def prepare(self, step: Step, element_spec: Any, layout: PartLayout) -> RoundStep:
         """See `RoundEngine.prepare`."""
         return RoundStep(
             self._strategy,
             step,
             self._transfer,
             element_spec,
-            marks_end,
+            layout,
             self.replicas_to_aggregate,
             self.replicas_to_aggregate,
             is_weighted=self._policy.is_weighted or gradients.transforms_of(self._strategy).has(ARRIVAL),
@@ -142,15 +143,13 @@ class StreamEngine(rounds.RoundEngine):
     def _feed_of(self, iterator: WorkerIterator) -> Feed:
         feed = iterator.decide(by_chief=False)
         if isinstance(feed, worker_pass.ChiefFeed):
-            return ChiefStreamFeed(lambda: self._read(feed, iterator.element_spec))
+            return ChiefStreamFeed(lambda: self._read(feed, iterator))
         return WorkerStreamFeed(feed)
 
-    def _read(self, feed: worker_pass.ChiefFeed, element_spec: Any) -> list[Any]:
-        count = self.replicas_to_aggregate
+    def _read(self, feed: worker_pass.ChiefFeed, iterator: WorkerIterator) -> list[Any]:
         # In the thread of one worker, but any worker may be given a part.
         with tf.device(coordinator.CHIEF_DEVICE):
-            batch = feed.read_ahead()
-            return [part_of_batch(batch, element_spec, part, count) for part in range(count)]
+            return parts_of_batch(feed.read_ahead(), iterator, self.replicas_to_aggregate)
 
     def _redeem(self, iterator: WorkerIterator) -> None:
         if isinstance(iterator.feed, worker_pass.ChiefFeed):

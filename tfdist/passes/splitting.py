@@ -38,6 +38,7 @@ def deal(
     parts: Sequence[int | tf.Tensor],
     num_parts: int,
     mapped: Callable[..., tf.data.Dataset] | None = None,
+    with_totals: bool = False,
 ) -> tf.data.Dataset:
     """The parts with these indices of each batch of `dataset`, one after the other.
 
@@ -46,6 +47,7 @@ def deal(
       parts: indices of the parts to keep, in the order in which they are to come.
       num_parts: into how many parts each batch is cut.
       mapped: a method in place of `dataset.map`, which also takes no function.
+      with_totals: True for pairs of a part and the number of examples in the whole batch, an int64 scalar.
 
     Raises:
       ValueError: the elements are not batches.
@@ -56,6 +58,8 @@ def deal(
     def shares(*element: Any) -> Any:
         batch = element if is_tuple else element[0]
         pieces = [cut(batch, part, num_parts) for part in parts]
+        if with_totals:
+            pieces = [(piece, rows(batch)) for piece in pieces]
         return pieces[0] if len(pieces) == 1 else _in_turn(pieces)
 
     if len(parts) == 1:
@@ -336,21 +340,8 @@ def joined(*parts: Any) -> Any:
 # Data sets of one worker's part of each batch, with the number of examples in all parts together.
 
 
-def part_for_worker(
-    dataset: tf.data.Dataset, part: int, num_parts: int, mapped: Callable[..., tf.data.Dataset] | None = None
-) -> tf.data.Dataset:
-    """Returns a data set of a worker's part of each batch, with the size of the whole batch; `mapped` as in `deal`."""
-    is_tuple = isinstance(dataset.element_spec, tuple)
-
-    def take(*element: Any) -> tuple[Any, tf.Tensor]:
-        batch = element if is_tuple else element[0]
-        return cut(batch, part, num_parts), tf.cast(rows(batch), tf.int64)
-
-    return in_order((mapped or dataset.map)(tf.autograph.experimental.do_not_convert(take))).prefetch(1)
-
-
 def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a data set like `part_of` for a worker's own data; the size of the whole batch is unknown."""
+    """Returns a data set like those of `deal` for a worker's own data; the size of the whole batch is unknown."""
     is_tuple = isinstance(dataset.element_spec, tuple)
     pair = tf.autograph.experimental.do_not_convert(lambda *element: (element if is_tuple else element[0], ()))
     return in_order(dataset.map(pair)).prefetch(1)

@@ -69,12 +69,14 @@ class PartLayout:
       text: description of that structure.
       first: number of leaves of the batch before the part.
       marks_end: see `WorkerDataset`.
+      has_totals: see `WorkerDataset`.
     """
 
     whole: Any = dataclasses.field(compare=False)
     text: str
     first: int
     marks_end: bool = False
+    has_totals: bool = False
 
 
 class WorkerBatch(BatchHandle):
@@ -232,15 +234,16 @@ def number_in(handle: int) -> int:
     return handle & ((1 << _POSITION_BITS) - 1)
 
 
-def kind_of(engine: Any, element_spec: Any, marks_end: bool = False) -> HandleKind:
+def kind_of(engine: Any, element_spec: Any, marks_end: bool = False, has_totals: bool = False) -> HandleKind:
     """Returns the kind of the handles of whole batches.
 
     Args:
       engine: makes train steps of the batches.
       element_spec: the structure of `tf.TypeSpec`s of a batch.
       marks_end: see `WorkerDataset`.
+      has_totals: likewise.
     """
-    return _kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0, marks_end))
+    return _kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0, marks_end, has_totals))
 
 
 def _kind_of(engine: Any, element_spec: Any, layout: PartLayout) -> HandleKind:

@@ -74,7 +74,9 @@ class WorkerDataset(DistributedDataset):
         # The service does not say how many batches a worker gets.
         self._cardinality = tf.data.UNKNOWN_CARDINALITY if self._is_handed_out else int(dataset.cardinality())
         self.marks_end = engine.marks_end and self._cardinality == tf.data.UNKNOWN_CARDINALITY
-        self.kind = worker_batch.kind_of(engine, dataset.element_spec, self.marks_end)
+        # Each part comes with the number of examples of its batch, unless shapes say it.
+        self._has_totals = self.num_parts > 1 and splitting.static_size(self.part_spec) is None
+        self.kind = worker_batch.kind_of(engine, dataset.element_spec, self.marks_end, self._has_totals)
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
         self._described: DatasetGraph | None = None
         # Rebuilds a share on the worker of the calling thread; set with `_shipped`.
@@ -313,7 +315,7 @@ class WorkerDataset(DistributedDataset):
             dataset = rebuild(text, spec)
             if self._sharding == "deal":
                 # A single worker reads whole batches, of any structure.
-                parts = splitting.deal(dataset, [shard], num_shards) if num_shards > 1 else dataset
+                parts = self._dealt(dataset, [shard], num_shards) if num_shards > 1 else dataset
                 parts = self._marked(parts).prefetch(1)
                 # A worker whose contribution was withdrawn makes another one for the same update: it needs more data.
                 return splitting.not_read_ahead(parts.repeat(2)) if self.cardinality >= 0 else parts
@@ -325,9 +327,10 @@ class WorkerDataset(DistributedDataset):
         return splitting.with_end_marked(dataset) if self.marks_end else dataset
 
     def _cut(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if self._num_parts == 1:
-            return dataset
-        return splitting.deal(dataset, range(self._num_parts), self._num_parts)
+        return dataset if self._num_parts == 1 else self._dealt(dataset, range(self._num_parts), self._num_parts)
+
+    def _dealt(self, dataset: tf.data.Dataset, parts: Sequence[Any], num_parts: int) -> tf.data.Dataset:
+        return splitting.deal(dataset, parts, num_parts, with_totals=self._has_totals)
 
 
 class WorkerDatasetFromFunction(WorkerDataset):

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -132,7 +132,7 @@ def are_sums(model: keras.Model) -> bool:
 def patches(
     model: keras.Model,
     share: Callable[[], Any],
-    by_examples: CountedByExamples | None = None,
+    weight_of_number: Callable[[Any], Any] | None = None,
     weighs_loss: bool = False,
     sums: Sums = NO_SUMS,
     gather: Gather | None = None,
@@ -142,13 +142,17 @@ def patches(
     Args:
       model: the model.
       share: returns the replica's share of the batch, 0 to 1.
-      by_examples: weighs numbers that metrics are given in place of `share`.
+      weight_of_number: returns the weight of a number of the batch that a metric is given; `share` by default.
       weighs_loss: True to weigh the loss of Keras' own train step by `share`, instead of its gradients.
       sums: the numbers that are sums in a user's step.
       gather: returns the examples of all replicas, whose gradient is that of this replica's own; None where replicas
         compute alone.
     """
-    weight_of = by_examples.weight_of if by_examples else lambda metric: lambda is_asked: share() if is_asked else None
+    weigh = weight_of_number or (lambda metric: share())
+
+    def weight_of(metric: Any) -> Callable[[bool], Any]:
+        return lambda is_number: weigh(metric) if is_number else None
+
     # Keras has a step weigh the mean of its loss, but no number that a step or a metric's function computes.
     means, changes = models.means_in(model.metrics), list[tuple[Any, str, Any]]()
     for metric in {id(metric): metric for metric in [*model.metrics, *means]}.values():
@@ -313,44 +317,3 @@ def share_of_batch(batch: Any, batch_rows: tf.Tensor | None, num_replicas: int) 
     if batch_rows is None:
         return tf.where(rows > 0, tf.constant(1 / num_replicas, tf.float64), 0.0)
     return rows / tf.maximum(batch_rows, 1)
-
-
-class CountedByExamples:
-    """Metrics that count a replica's number by its examples, where those of the whole batch are not known.
-
-    At the update their counts are divided by the examples of all contributions.
-
-    Args:
-      batch: the replica's part.
-      num_replicas: largest number of replicas.
-      left_out: ids of metrics that are given numbers and values alike, so that they can't be divided.
-    """
-
-    def __init__(self, batch: Any, num_replicas: int, left_out: Container[int]) -> None:
-        self._batch = batch
-        self._num_replicas = num_replicas
-        self._left_out = left_out
-        # By id: a metric, and for its updates True if they were of such numbers.
-        self._updates: dict[int, tuple[Any, set[bool]]] = {}
-
-    def weight_of(self, metric: Any) -> Callable[[bool], Any]:
-        """Returns the weight of a metric's updates; see `models.weighed_numbers`."""
-
-        def weight(is_asked: bool) -> Any:
-            if id(metric) in self._left_out:
-                return share_of_batch(self._batch, None, self._num_replicas) if is_asked else None
-            self._updates.setdefault(id(metric), (metric, set()))[1].add(is_asked)
-            return splitting.rows(self._batch) if is_asked else None
-
-        return weight
-
-    def mixed(self) -> list[Any]:
-        """Returns the metrics that must be left out, once the step was traced."""
-        return [metric for metric, kinds in self._updates.values() if len(kinds) > 1]
-
-    def variables(self) -> set[int]:
-        """Returns the ids of the variables whose counts are to be divided, once the step was traced."""
-        metrics = [metric for metric, kinds in self._updates.values() if True in kinds]
-        # Those of `Mean`, or of `Sum`. What a subclass counts besides is a sum.
-        found = [getattr(metric, name, None) for metric in metrics for name in ("total", "count")]
-        return {id(variable) for variable in found if variable is not None}

@@ -32,14 +32,12 @@ class Findings:
     Attributes:
       stand_ins: the variables that need a stand-in, by id.
       states: metrics' variables that are declared as sums, but are written otherwise, by id.
-      mixed: metrics that are given numbers of a batch and values of its examples, by id.
       late_reads: paths of the weights that the last trace reads after their update.
     """
 
     def __init__(self) -> None:
         self.stand_ins: dict[int, Any] = {}
         self.states: dict[int, Any] = {}
-        self.mixed: dict[int, Any] = {}
         self.late_reads: list[str] = []
         self._is_new = self._has_warned = False
 
@@ -59,12 +57,6 @@ class Findings:
         is_new = self._note(id(variable) not in self.states)
         self.states[id(variable)] = variable
         return is_new
-
-    def ask_without(self, metrics: Sequence[Any]) -> None:
-        """Raises `TraceAgain` to trace the step without numbers counted by examples in these metrics, if any."""
-        self.mixed.update({id(metric): metric for metric in metrics})
-        if self._note(bool(metrics)):
-            raise TraceAgain(AGAIN)
 
     def _note(self, is_new: bool) -> bool:
         self._is_new |= is_new
@@ -202,6 +194,8 @@ class Applied:
     present: list[bool]
     # Those that are not None.
     gradients: list[Any]
+    # True if they are not weighted by examples: of losses that are sums, where the examples of the batch aren't known.
+    are_sums: bool = False
 
     def trained(self) -> list[Any]:
         """Returns the variables that have a gradient."""

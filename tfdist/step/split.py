@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -66,12 +66,6 @@ class _Layout:
     logs: Any = None
 
 
-class _After(NamedTuple):
-    """Means over the replicas of the tensors that logs are computed by, after the update."""
-
-    means: list[tf.Tensor]
-
-
 class SplitTrainStep:
     """The two halves of a model's `train_step`.
 
@@ -108,8 +102,6 @@ class SplitTrainStep:
         self._layout = _Layout()
         # True if all replicas are known to have equally many examples.
         self._is_even = False
-        # True if gradients are not weighted by examples: all losses are sums, and the examples of the batch not known.
-        self._are_sums = False
         # Examples of a contribution, where that is so.
         self._rows: int | None = None
         self._said: set[str] = set()
@@ -190,8 +182,8 @@ class SplitTrainStep:
 
         Args:
           batch: the replica's part, with an example.
-          batch_rows: int64 scalar, the number of examples in all parts together, if known. Without it the metrics of
-            losses that are sums differ from those of one device.
+          batch_rows: int64 scalar, the number of examples in all parts together, if known. Without it numbers that the
+            step computes from the batch count alike for all replicas.
 
         Raises:
           TraceAgain: the step has to be traced anew; see `settled`.
@@ -209,10 +201,11 @@ class SplitTrainStep:
         starts, begun_with = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
-        by_examples = self._counted_by_examples(batch, batch_rows)
         share = functools.partial(losses.share_of_batch, batch, batch_rows, self._total_num_replicas)
         if self._total_num_replicas > 1:
-            changed += losses.patches(self.model, share, by_examples, sums=self._sums)
+            changed += losses.patches(
+                self.model, share, self._weight_of_number(batch, batch_rows, share), sums=self._sums
+            )
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
         if self._total_num_replicas > 1:
@@ -222,16 +215,15 @@ class SplitTrainStep:
             # As Keras traces it, which represents None as an empty Optional.
             result = tf.autograph.experimental.do_not_convert(self._step.function)(handles.without_optionals(batch))
             self._notice_summaries()
-        if by_examples:
-            self._findings.ask_without(by_examples.mixed())
-            layout.by_examples = by_examples.variables()
         writes = scope.writes()
         weight, rows = self._weight(batch), splitting.rows(batch)
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
-        self._are_sums = batch_rows is None and not self._is_even and losses.are_sums(self.model)
-        factor = 1.0 if self._are_sums else weight
+        is_unknown = batch_rows is None and not self._is_even
+        are_sums = is_unknown and losses.are_sums(self.model)
+        for call in layout.applied:
+            call.are_sums = are_sums or (is_unknown and id(call.optimizer) in self._sums.optimizers)
         gradients = [
-            gradient
+            times(gradient, 1.0 if call.are_sums else weight)
             for call in layout.applied
             for gradient in self._transforms.on_replica(
                 call.optimizer,
@@ -244,10 +236,10 @@ class SplitTrainStep:
         ]
         layout.has_common_rows = [optimizers.are_common_rows(gradient) for gradient in gradients]
         return ReplicaContribution(
-            [times(gradient, factor) for gradient in gradients],
+            gradients,
             counts,
             new_states,
-            [times(tf.cast(leaf, tf.float32), weight) for leaf in self._shipped(result, told, writes, share)],
+            self._shipped(result, told, writes, weight, functools.partial(losses.whole, share=share), is_unknown),
             tf.convert_to_tensor(weight),
             tf.constant(1.0),
             tuple(maxima),
@@ -276,12 +268,26 @@ class SplitTrainStep:
             self._said.add(line)
             _log.say(line)
 
-    def _counted_by_examples(self, batch: Any, batch_rows: tf.Tensor | None) -> losses.CountedByExamples | None:
-        """Returns the metrics that count by examples; None if a replica's share of the batch is known."""
-        is_known = batch_rows is not None or splitting.rows(batch) is None or splitting.static_size(batch)
-        if is_known or self._total_num_replicas == 1:
-            return None
-        return losses.CountedByExamples(batch, self._total_num_replicas, self._findings.mixed)
+    def _weight_of_number(
+        self, batch: Any, batch_rows: tf.Tensor | None, share: Callable[[], Any]
+    ) -> Callable[[Any], Any]:
+        """Returns the weight of a number of the batch that a metric is given.
+
+        It is the replica's share; where that is not known, its examples, and counts are divided at the update. An
+        estimate of a sum over the whole batch counts as one of its replicas.
+        """
+
+        def weight(metric: Any) -> Any:
+            rows = splitting.rows(batch)
+            is_known = batch_rows is not None or rows is None or splitting.static_size(batch)
+            if is_known or id(metric) in self._sums.metrics:
+                return share()
+            # Those of `Mean`, or of `Sum`. What a subclass counts besides is a sum.
+            found = [getattr(metric, name, None) for name in ("total", "count")]
+            self._layout.by_examples |= {id(variable) for variable in found if variable is not None}
+            return rows
+
+        return weight
 
     def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
         """Returns the initial values of the variables (zero for metrics' sums), and of other states by variable id."""
@@ -357,7 +363,9 @@ class SplitTrainStep:
         result: Any,
         told: logs_of_metrics.MetricResults,
         writes: Sequence[recording.Write],
-        share: Callable[[], Any],
+        weight: Any,
+        whole: Callable[[Any], Any],
+        are_sums_counted: bool,
     ) -> list[Any]:
         """Returns the tensors by which the logs are computed after the update, besides metrics; and says how."""
         metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
@@ -365,26 +373,26 @@ class SplitTrainStep:
         sums = {id(leaf) for index, leaf in enumerate(tf.nest.flatten(result)) if index in self._sums.logs}
         shipped: list[Any] = []
 
-        def ship(tensor: Any) -> Callable[[_After], Any]:
-            shipped.append(tensor)
+        def ship(tensor: Any, is_counted: bool = False) -> Callable[[ReplicaContribution], Any]:
+            shipped.append(times(tf.cast(tensor, tf.float32), 1.0 if is_counted else weight))
             index = len(shipped) - 1
-            return lambda after: after.means[index]
+            return lambda total: _mean(total.logs[index], total, is_counted)
 
-        def log(leaf: Any) -> Callable[[_After], Any]:
+        def log(leaf: Any) -> Callable[[ReplicaContribution], Any]:
             if isinstance(leaf, keras.Variable | tf.Variable):
                 # As on one device: its value after the step.
-                return lambda after: tf.convert_to_tensor(leaf)
+                return lambda total: tf.convert_to_tensor(leaf)
             if told.has(leaf):
-                return lambda after: told.after(leaf)
+                return lambda total: told.after(leaf)
             if tf.is_symbolic_tensor(leaf) and leaf.graph is tf.compat.v1.get_default_graph():
                 formula = logs_of_metrics.Formula(leaf, [write.value for write in counted])
                 if formula.counts:
                     variables = [next(w.variable for w in counted if w.value is count) for count in formula.counts]
                     others = [ship(each) for each in formula.others]
-                    return lambda after: formula.value(
-                        [tf.convert_to_tensor(each) for each in variables], [other(after) for other in others]
+                    return lambda total: formula.value(
+                        [tf.convert_to_tensor(each) for each in variables], [other(total) for other in others]
                     )
-            return ship(losses.whole(leaf, share) if id(leaf) in sums else leaf)
+            return ship(whole(leaf), are_sums_counted) if id(leaf) in sums else ship(leaf)
 
         is_dict = isinstance(result, dict)
         in_place = functools.partial(tf.nest.map_structure, log)
@@ -418,8 +426,8 @@ class SplitTrainStep:
           is_scaled: False if the scale of losses was removed.
         """
         gradients, found = iter(contribution.gradients), list[Any]()
-        is_mean = self._are_sums or self._is_even
         for call in self._layout.applied:
+            is_mean = call.are_sums or self._is_even
             of = call.trained()
             found += self._transforms.run(
                 (ARRIVAL,),
@@ -471,9 +479,9 @@ class SplitTrainStep:
           apply: updates from an optimizer, gradients and their variables.
         """
         gradients, assign_states = iter(self._with_rows_added_up(total)), self._assigner(total, assign)
-        factor = 1.0 if are_final else self.factor(total, num_contributions)
         for position, each in enumerate(self._layout.applied):
             assign_states(position)
+            factor = 1.0 if are_final else self.factor(total, each, num_contributions)
             scaled: list[Any] = []
             for variable, has_gradient in zip(each.variables, each.present, strict=True):
                 with place(variable):
@@ -525,12 +533,14 @@ class SplitTrainStep:
 
         return assign_at
 
-    def factor(self, total: ReplicaContribution, num_contributions: int | None = None) -> tf.Tensor | float:
-        """Returns the factor from the sum of gradients to the gradient of one device; float64, for float64 models.
+    def factor(
+        self, total: ReplicaContribution, call: Applied, num_contributions: int | None = None
+    ) -> tf.Tensor | float:
+        """Returns the factor from the sum of a call's gradients to those of one device; float64, for float64 models.
 
         It is computed from the sum of all but gradients.
         """
-        if self._are_sums or self._is_even:
+        if call.are_sums or self._is_even:
             return 1 / (num_contributions or tf.cast(total.replicas, tf.float64))
         return tf.math.reciprocal_no_nan(tf.cast(total.weight, tf.float64))
 
@@ -542,9 +552,12 @@ class SplitTrainStep:
           counts: values of `counters`, if reading the variables would give other values.
         """
         mapping = list(zip(self.counters, counts, strict=True)) if counts is not None else []
-        after = _After([tf.math.divide_no_nan(leaf, total.weight) for leaf in total.logs])
         with keras.StatelessScope(mapping) if mapping else contextlib.nullcontext():
-            return tf.nest.map_structure(lambda log: log(after), self._layout.logs)
+            return tf.nest.map_structure(lambda log: log(total), self._layout.logs)
+
+
+def _mean(value: tf.Tensor, total: ReplicaContribution, is_counted: bool = False) -> tf.Tensor:
+    return tf.math.divide_no_nan(value, total.replicas if is_counted else total.weight)
 
 
 # Computes the values that an update assigns to non-trainable variables from the values on the replicas.

@@ -25,7 +25,6 @@ from tfdist.engines.quorum import QuorumEngine, QuorumSums
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.passes import handle as handles
 from tfdist.passes import progress, splitting
-from tfdist.passes import splitting as part_datasets
 from tfdist.passes.shares import Shares
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Policy, Update
@@ -435,7 +434,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             inputs.assume_full_batches(distributed)
         if options is not None or not (self._quorum or self._averaging or self._warming or self._knows_sizes):
             return distributed
-        own = part_datasets.part_for_worker(dataset, parts[0], count, mapped)
+        own = splitting.deal(dataset, parts[:1], count, mapped, with_totals=True).prefetch(1)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         if self._averaging:
             whole = self._averaging.distribute(mapped() if mapped else dataset, lambda: distributed)
@@ -460,7 +459,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             return distributed
         workers, count = replicas.worker_count(self), self.num_replicas_in_sync
         read = dataset_fn(tf.distribute.InputContext(workers, replicas.worker_index(self), count))
-        own = part_datasets.without_total(read)
+        own = splitting.without_total(read)
         whole = self._quorum.distribute(own, lambda: distributed) if self._quorum else distributed
         whole = self._averaging.distribute_own(read, lambda: distributed) if self._averaging else whole
         return self._warming.distribute(whole, [own], is_same_length=False) if self._warming else whole
