@@ -84,7 +84,7 @@ def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
     try:
         # Variables of the trace may not be those of a graph that is being traced.
         with tf.init_scope():
-            of_part, of_whole = (_Trial(strategy, step, batch, like) for like in (first, losses.joined(first, first)))
+            of_part, of_whole = _of_sizes(strategy, step, batch, first)
             orders = losses.joined(first, second), losses.joined(second, first)
             # A random mask is one of places, and not of examples.
             is_told = of_whole.assigned and not of_whole.is_random
@@ -121,14 +121,30 @@ def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
     return losses.Sums(*map(frozenset, sums.values()))
 
 
+class _SeenError(ValueError):
+    """The step does what would be seen."""
+
+
+def _of_sizes(strategy: Any, step: Step, batch: Any, like: Sequence[np.ndarray]) -> tuple[_Trial, _Trial]:
+    """Returns trials for batches of this size and for twice as many examples: one trace, if any size suits the step."""
+    try:
+        of_any = _Trial(strategy, step, batch, like, None)
+    except _SeenError:
+        raise
+    except Exception:  # of a step that needs a known size
+        return _Trial(strategy, step, batch, like, _EXAMPLES), _Trial(strategy, step, batch, like, 2 * _EXAMPLES)
+    return of_any, of_any
+
+
 class _Trial:
-    """A step of one replica, traced for flat batches like one.
+    """A step of one replica, traced for flat batches.
 
     Args:
       strategy: the strategy.
       step: a step.
       batch: the structure of its batches.
       like: a flat batch.
+      size: number of examples; None for any.
 
     Attributes:
       names: of each value of a call, its kind and its key in `losses.Sums`.
@@ -136,10 +152,11 @@ class _Trial:
       is_random: True if it draws random numbers.
 
     Raises:
-      ValueError: the step does what would be seen, or gathers what other replicas have.
+      _SeenError: the step does what would be seen.
+      ValueError: it gathers what other replicas have.
     """
 
-    def __init__(self, strategy: Any, step: Step, batch: Any, like: Sequence[np.ndarray]) -> None:
+    def __init__(self, strategy: Any, step: Step, batch: Any, like: Sequence[np.ndarray], size: int | None) -> None:
         self._strategy, self._structure = strategy, batch
         self.names: list[tuple[str, int]] = []
         self.assigned: list[Any] = []
@@ -147,14 +164,14 @@ class _Trial:
         self._step = copy.copy(step)
         self._step.function = self._keeping(step.function)
         self._split = SplitTrainStep(self._step, 1)
-        specs = [tf.TensorSpec(each.shape, each.dtype) for each in like]
+        specs = [tf.TensorSpec([size, *each.shape[1:]], each.dtype) for each in like]
         self._computed: Any = self._split.settled(lambda: one_replica.trace(strategy, self._results, specs))
         definition = self._computed.graph.as_graph_def()
         nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
         self.is_random = any(_RANDOM.match(node.op) for node in nodes)
         if any(_EFFECTS.match(node.op) for node in nodes):
             self._notice_own_variables()
-            raise ValueError(f"{step.name} can't be tried")
+            raise _SeenError(step.name)
 
     def __call__(self, flat: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
         found = [each.numpy() for each in self._computed(*map(tf.constant, flat))]
@@ -186,7 +203,7 @@ class _Trial:
 
     def _results(self, *given: tf.Tensor) -> list[tf.Tensor]:
         strategy, model, split = self._strategy, self._step.model, self._split
-        share = int(given[0].shape[0]) / (2 * _EXAMPLES)
+        share = tf.cast(tf.shape(given[0])[0], tf.float64) / (2 * _EXAMPLES)
         with one_replica.replica_on(strategy, strategy.extended.worker_devices[0]), losses.counted_as_one(strategy):
             changes = one_replica.without_others(self._step.name, 2, lambda line: None)
             # What is known to be a sum becomes an estimate of the sum over the whole batch.
@@ -196,7 +213,12 @@ class _Trial:
         by_optimizer: dict[int, list[Any]] = {id(each): [] for each in optimizers_of(model)}
         for gradient, (optimizer, _) in zip(contribution.gradients, split.targets(), strict=True):
             by_optimizer[id(optimizer)].append(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
-        values = {("optimizer", key): tf.linalg.global_norm(each) for key, each in by_optimizer.items() if each}
+        # Of a batch of unknown size they are multiplied by the number of its examples.
+        values = {
+            ("optimizer", key): tf.linalg.global_norm(each) / contribution.weight
+            for key, each in by_optimizer.items()
+            if each
+        }
         counted = {id(each): count for each, count in zip(split.counters, contribution.counts, strict=True)}
         for metric in models.means_in(model.metrics):
             total, count = (counted.get(id(getattr(metric, name, None))) for name in ("total", "count"))
@@ -205,13 +227,14 @@ class _Trial:
         for metric in model.metrics:
             if type(metric) is keras.metrics.Sum and id(metric.total) in counted:
                 # A sum counts a number by the replica's share of the batch.
-                values["metric", id(metric)] = counted[id(metric.total)] / share
+                total = counted[id(metric.total)]
+                values["metric", id(metric)] = total / tf.cast(share, total.dtype)
         for index, leaf in enumerate(self._logs):
             if tf.is_symbolic_tensor(leaf) and leaf.shape.rank == 0 and leaf.dtype.is_floating:
                 values["log", index] = leaf
         self.names = list(values)
         assigned = [
-            (variable, value)
+            (variable, value / tf.cast(contribution.weight, value.dtype))
             for variable, value in zip(split.states(), contribution.states, strict=True)
             if value.dtype.is_floating
         ]
