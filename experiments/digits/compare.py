@@ -108,9 +108,6 @@ class LogFile(output.Console):
         super().__init__()
         self._file = path.open("w", buffering=1, encoding="utf-8")
 
-    def keeps_colours(self, error: bool) -> bool:
-        return False
-
     def write(self, prefix: str, lines: Iterable[str], error: bool = False, number: int | None = None) -> None:
         self._file.writelines(f"{line}\n" for line in lines)
 

@@ -14,8 +14,8 @@ from waiting import Clock
 from tfdist.launchers.supervise.output import Console, LineReader
 
 
-def lines_of(*chunks, **options):
-    reader = LineReader(clock=Clock(), **options)
+def lines_of(*chunks):
+    reader = LineReader(clock=Clock())
     fed = [line for chunk in chunks for line in reader.feed(chunk)]
     return fed + reader.close()
 
@@ -74,11 +74,6 @@ def test_a_state_that_was_shown_is_not_repeated_as_the_last_line():
     clock.now = 6
     assert reader.feed(b"\r2") == ["2"]
     assert reader.feed(b"\n3\n") == ["3"]
-
-
-def test_colours_stay_where_they_are_wanted_and_end_with_the_line():
-    assert lines_of(b"\x1b[32mgreen\n", keep_colours=True) == ["\x1b[32mgreen\x1b[0m"]
-    assert lines_of(b"\x1b[32mgreen\x1b[0m\n", keep_colours=True) == ["\x1b[32mgreen\x1b[0m"]
 
 
 def test_an_endless_line_is_cut():

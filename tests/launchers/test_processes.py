@@ -53,9 +53,6 @@ class Lines(Supervisor):
         self.lines = []
         self.arrived = threading.Condition()
 
-    def keeps_colours(self, error):
-        return False
-
     def write(self, prefix, lines, error=False, number=None):
         with self.arrived:
             self.lines += [(prefix, line, error) for line in lines]

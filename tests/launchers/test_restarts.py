@@ -129,10 +129,10 @@ def test_a_signal_ends_the_wait_for_a_restart(tmp_path):
         assert launcher.wait(20) == 143
 
 
-def test_logs_keep_no_colours_and_say_once_that_the_disk_refuses(tmp_path):
+def test_logs_say_once_that_the_disk_refuses(tmp_path):
     said = []
     logs = output.TaskLogs(tmp_path / "run", 0, said.append)
-    logs.write("worker:0", ["\x1b[31mred\x1b[0m"], error=False)
+    logs.write("worker:0", ["red"], error=False)
     (tmp_path / "run" / "attempt_0" / "ps_0").write_text("in the way")
     for _ in range(2):
         logs.write("ps:0", ["line"], error=True)

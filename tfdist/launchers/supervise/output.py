@@ -151,7 +151,6 @@ def _class_of(lines: Sequence[str]) -> str:
 # A worker that is restarted alone continues in stdout.1.log, then stdout.2.log.
 
 
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 
@@ -210,7 +209,7 @@ class TaskLogs:
         try:
             path.parent.mkdir(exist_ok=True)
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write("".join(f"{_COLOUR.sub('', line)}\n" for line in lines))
+                file.write("".join(f"{line}\n" for line in lines))
         except OSError as problem:
             if task not in self._refused:
                 self._refused.add(task)
@@ -220,30 +219,26 @@ class TaskLogs:
 _MAX_LINE = 1 << 16
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|\x1b")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\x9b]")
-_RESET = "\x1b[0m"
 _PREFIX_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 class LineReader:
-    """Converts the bytes of one stream into the lines that a terminal would finally show.
+    """Converts the bytes of one stream into the lines that a terminal would finally show, without colours.
 
     A progress bar rewrites its line with carriage returns (Keras does so even into a pipe). The reader returns the last
     state of such a line, and intermediate states at most every few seconds.
 
     Args:
-      keep_colours: True to keep colour codes; all other escape sequences are removed in any case.
       progress_every_secs: least time between two returned states of a line that is being rewritten.
       clock: returns the time in seconds.
     """
 
     def __init__(
         self,
-        keep_colours: bool = False,
         progress_every_secs: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._keep_colours = keep_colours
         self._progress_every_secs = progress_every_secs
         self._clock = clock
         self._pending = ""
@@ -292,11 +287,7 @@ class LineReader:
         return self.flush()
 
     def _rendered(self, raw: str) -> str:
-        def kept(match: re.Match[str]) -> str:
-            return match.group() if self._keep_colours and _COLOUR.fullmatch(match.group()) else ""
-
-        line = _CONTROL.sub("", _ESCAPE.sub(kept, _last_writing(raw)))
-        return line + _RESET if "\x1b" in line and not line.endswith(_RESET) else line
+        return _CONTROL.sub("", _ESCAPE.sub("", _last_writing(raw)))
 
 
 def _last_writing(raw: str) -> str:
@@ -317,16 +308,15 @@ class Console:
         self._on_broken_pipe = on_broken_pipe
         self.broken = False
 
-    def keeps_colours(self, error: bool) -> bool:
-        """Returns True if the stream is a terminal, and the user has not disabled colours (https://no-color.org)."""
-        stream = sys.stderr if error else sys.stdout
-        return bool(stream and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb")
-
     def write(self, prefix: str, lines: Iterable[str], error: bool = False, number: int | None = None) -> None:
-        """Writes lines with a prefix such as "[worker:1] ", on a terminal in the colour of task `number`."""
-        if number is not None and self.keeps_colours(error):
-            colour = _PREFIX_COLOURS[number % len(_PREFIX_COLOURS)]
-            prefix = f"\x1b[{colour}m{prefix}{_RESET}"
+        """Writes lines with a prefix such as "[worker:1] ", on a terminal in the colour of task `number`.
+
+        The user may have disabled colours (https://no-color.org).
+        """
+        stream = sys.stderr if error else sys.stdout
+        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        if number is not None and stream and stream.isatty() and not is_plain:
+            prefix = f"\x1b[{_PREFIX_COLOURS[number % len(_PREFIX_COLOURS)]}m{prefix}\x1b[0m"
         text = "".join(f"{prefix}{line}\n" for line in lines)
         if text:
             self._write(text, error)

@@ -145,7 +145,6 @@ class Process:
         guard: tuple[socket.socket, Any],
         printer: _Printer,
         on_exit: Callable[[Process], None],
-        keeps_colours: Callable[[bool], bool],
         restart: int = 0,
         is_muted: bool = False,
     ) -> None:
@@ -164,7 +163,7 @@ class Process:
         self._lock = threading.Lock()
         self._started = threading.Event()
         self._over = threading.Event()
-        self._readers = {error: LineReader(keeps_colours(error)) for error in (False, True)}
+        self._readers = {error: LineReader() for error in (False, True)}
         self._control, self._guard = guard
         self._messages = b""
         self._swept = False
@@ -356,13 +355,12 @@ class Supervisor:
         Raises:
           OSError: the system refuses to start a process.
         """
-        keeps_colours = self._console.keeps_colours if self._console else lambda error: False
         same = [number for number, process in enumerate(self._processes) if process.name == name]
         number = same[0] if same else len(self._processes)
         is_muted = self._shown is not None and name not in self._shown
         printer = _Printer(self._console, self._on_lines, TracebackFilter(self.tracebacks, name), number, env)
         guard = self._start(name, tuple(command), env)
-        process = Process(name, command, guard, printer, self._exits.put, keeps_colours, len(same), is_muted)
+        process = Process(name, command, guard, printer, self._exits.put, len(same), is_muted)
         self._processes.append(process)
         return process
 
