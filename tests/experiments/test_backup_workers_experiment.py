@@ -48,10 +48,3 @@ def test_what_falls_short_is_named(contest: ModuleType) -> None:
     assert slow.startswith("multi_worker: 1.5 times")
     assert inaccurate.startswith("multi_worker: a validation accuracy of 50.0%")
     assert contest.missed(dict(list(summary.items())[:2]), expected, 1) == []
-
-
-def test_the_plot_shows_the_runs_that_have_results(contest: ModuleType, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "multi_worker-spares-0").mkdir()
-    rows = [{"seconds": epoch * 2.0, "val_loss": 1.0 / epoch} for epoch in (1, 2, 3)]
-    (tmp_path / "multi_worker-spares-0" / "epochs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert contest.chart.save(tmp_path, contest.titles(1)).read_bytes().startswith(b"\x89PNG")

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pathlib
 import subprocess
 import sys
-import uuid
 from types import ModuleType
 from typing import Any
 
@@ -88,25 +86,6 @@ def test_a_step_left_out_before_a_later_one_is_noticed(
     steps = data.draw(st.sampled_from(long))
     del steps[data.draw(st.integers(1, len(steps) - 2))]
     assert trials.step_logs.account(attempts).skipped == before + 1
-
-
-def test_a_half_written_line_is_left_out(trials: ModuleType, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "attempt_0.log").write_text("".join(f"0 {step} {1000 + step}.000\n" for step in range(1, 100)))
-    (tmp_path / "attempt_10.log").write_text("10 51 2000.5")
-    (tmp_path / "attempt_9.log").write_text("9 51 1500.000\n9 52 150")
-    found = trials.step_logs.read(tmp_path)
-    assert {attempt: len(steps) for attempt, steps in found.items()} == {0: 99, 9: 1, 10: 0}
-    assert list(found) == [0, 9, 10]
-    assert trials.step_logs.newest(tmp_path) == trials.step_logs.Step(9, 51, 1500.0)
-    (tmp_path / "attempt_9.log").unlink()
-    assert trials.step_logs.newest(tmp_path) == trials.step_logs.Step(0, 99, 1099.0)
-    assert trials.step_logs.newest(tmp_path / "none") is None
-
-
-def test_coming_back_is_timed_from_the_last_kill_before(trials: ModuleType) -> None:
-    step = trials.step_logs.Step
-    steps = {0: [step(0, 1, 10.0)], 1: [step(1, 1, 30.0)], 2: [], 3: [step(3, 1, 60.0)]}
-    assert trials.step_logs.back_secs(steps, [20.0, 40.0, 45.0]) == [10.0, 15.0]
 
 
 def _row(**changes: Any) -> dict[str, Any]:
@@ -197,29 +176,6 @@ def test_tasks_are_found_by_their_environment_without_their_guards(trials: Modul
     (tmp_path / "15").mkdir()  # It has ended.
     (tmp_path / "self").mkdir()
     assert trials.killing.find_tasks("mine", tmp_path) == {"ps:0": 12, "worker:1": 13}
-
-
-@pytest.mark.processes
-def test_a_task_of_this_system_is_found(trials: ModuleType) -> None:
-    run = uuid.uuid4().hex
-    config = json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})
-    env = {**os.environ, trials.killing.MARK: run, "TF_CONFIG": config}
-    command = [sys.executable, "-c", "print(flush=True); input()"]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        assert trials.killing.find_tasks(run) == {"worker:0": process.pid}
-        process.communicate(b"\n", timeout=60)
-
-
-def test_the_plot_shows_steps_and_kills(trials: ModuleType, tmp_path: pathlib.Path) -> None:
-    for kind in ("calm", "chaos"):
-        folder = tmp_path / f"multi_worker-{kind}" / "steps"
-        folder.mkdir(parents=True)
-        (folder / "attempt_0.log").write_text("0 1 1010.0\n0 2 1011.0\n")
-    (tmp_path / "multi_worker-chaos" / "kills.json").write_text('[[10.5, "worker:1"], [30.0, "worker:0"]]')
-    rows = {"calm": {"start": 1000.0}, "chaos": {"start": 1000.0}}
-    path = trials.chaos_chart.save(tmp_path, {"multi_worker": rows})
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.processes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compression experiment: sizes, counted bytes, expectations, tables and the plot."""
+"""The compression experiment: counted bytes, expectations, and runs that are trained again."""
 
 from __future__ import annotations
 
@@ -53,20 +53,6 @@ def _summary(half: float = 0.5, share: float = 0.0009, accuracy: float = 0.99) -
     }
 
 
-def test_dense_net_size_equals_strom_2015(compression_runs: ModuleType) -> None:
-    assert abs(compression_runs.DENSE_PARAMETERS - 14.6e6) <= 0.01 * 14.6e6
-
-
-def test_runs_any_order_are_sorted_and_distinct(compression_runs: ModuleType) -> None:
-    chosen = compression_runs.runs(["dense", "digits"], ["signsgd", "none"])
-    assert [run.name for run in chosen] == ["digits-none", "digits-signsgd", "dense-none", "dense-signsgd"]
-    every = compression_runs.runs(compression_runs.NETS, compression_runs.CODECS)
-    assert len({run.name for run in every}) == len(every)
-    assert all(compression_runs.find(run.name) == run for run in every)
-    titles = {codec.title for codec in compression_runs.CODECS.values()}
-    assert len(titles) == len(compression_runs.CODECS)
-
-
 def test_bytes_counted_after_first_epoch(compression_runs: ModuleType, tmp_path: pathlib.Path) -> None:
     run = compression_runs.Run("digits", "signsgd")
     _write(tmp_path / "run", run.codec.title, [9000.0, 1000.0, 3000.0])
@@ -117,40 +103,6 @@ def test_missed_expectation_is_named(compression_runs: ModuleType, summary: dict
     (problem,) = compression_runs.missed(_summary(**summary), EXPECTED)
     assert problem.startswith(start)
     assert "\n" not in problem
-
-
-def test_tables_have_a_line_per_run(compression_runs: ModuleType) -> None:
-    tables = compression_runs.compression_tables
-    dense, strom = (text.splitlines() for text in tables.all_tables(_summary(), compression_runs.NETS).split("\n\n"))
-    assert len(dense) == 2 + 3
-    wanted = "| `Threshold(max_density=0.0025)` | 0.001 | 52,560 | 1/1,111 | 99.00% | 0.40 | 3 |"
-    assert dense[-1] == wanted
-    assert {line.count("|") for line in strom} == {8}
-    assert "| float16 | 29.2 MB | 1/2 | `HalfPrecision(dtype='float16')` | 29.2 MB | 1/2 | 0.00 |" in strom[3]
-    assert strom[-2].endswith("| 0.40 |")
-    assert strom[-1] == "| tau=15 (accuracy suffers) | 4.5 kB | 1/12,978 | not run | | | |"
-
-
-def test_plot_has_a_panel_per_net(compression_runs: ModuleType, tmp_path: pathlib.Path) -> None:
-    summary = _summary() | {"digits-none": _row("uncompressed", "uncompressed", 1.0, 0.5, net="digits")}
-    path = compression_runs.compression_chart.save(tmp_path, summary, compression_runs.NETS)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_run_unknown_name_error_lists_known_names() -> None:
-    command = [sys.executable, str(FOLDER / "run.py"), "--run=digits-zip"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert "digits-none, digits-float16" in done.stdout + done.stderr
-
-
-@pytest.mark.devices
-def test_codecs_and_dense_net_can_be_built(compression_runs: ModuleType) -> None:
-    compressed = importlib.import_module("compressed")
-    for codec in compression_runs.CODECS.values():
-        if codec.kind:
-            assert type(compressed.make_codec(codec)).__name__ == codec.kind
-    assert compressed.make_dense().count_params() == compression_runs.DENSE_PARAMETERS
 
 
 @pytest.mark.processes

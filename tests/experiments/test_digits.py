@@ -10,7 +10,6 @@ import subprocess
 import sys
 from types import ModuleType
 
-import numpy as np
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -48,30 +47,6 @@ def test_a_strategy_below_its_expected_accuracy_is_named(compare: ModuleType):
 def test_the_first_epoch_does_not_count_for_the_speed(compare: ModuleType):
     summary = compare.summarize([_row(1), _row(2), _row(3), _row(4, 0.98)])
     assert summary == {"seconds": 8.0, "updates": 224, "updates_per_sec": 43.0, "validation_accuracy": 0.98}
-
-
-def test_a_half_written_line_is_left_for_later(compare: ModuleType, tmp_path: pathlib.Path):
-    (tmp_path / "epochs.jsonl").write_text(json.dumps(_row(1)) + "\n" + json.dumps(_row(2))[:20])
-    assert compare.rows_of(tmp_path) == [_row(1)]
-
-
-def test_the_plot_shows_the_strategies_that_have_results(compare: ModuleType, tmp_path: pathlib.Path):
-    (tmp_path / "mirrored").mkdir()
-    (tmp_path / "mirrored" / "epochs.jsonl").write_text("".join(json.dumps(_row(e)) + "\n" for e in (1, 2, 3)))
-    path = compare.plot.save(tmp_path, compare.STRATEGIES)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.devices
-def test_an_image_is_shifted_one_pixel_each_way(compare: ModuleType):
-    train = importlib.import_module("train")
-    image = np.arange(64.0).reshape(1, 8, 8, 1)
-    same, down, up, right, left = train.with_shifts(image)
-    np.testing.assert_array_equal(same, image[0])
-    np.testing.assert_array_equal(down[1:], same[:-1])
-    np.testing.assert_array_equal(up[:-1], same[1:])
-    np.testing.assert_array_equal(right[:, 1:], same[:, :-1])
-    np.testing.assert_array_equal(left[:, :-1], same[:, 1:])
 
 
 @pytest.mark.processes

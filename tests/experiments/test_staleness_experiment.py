@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib
 import json
 import pathlib
-import subprocess
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -55,23 +53,6 @@ def test_what_falls_short_is_named(softsync_runs: ModuleType) -> None:
     assert inaccurate.startswith("n-8-inverse: 2.0% less accurate than synchronous")
     (not_finite,) = softsync_runs.missed({"synchronous": _row(), "n-8-inverse": _row(loss=float("nan"))}, [8], EXPECTED)
     assert not_finite.startswith("n-8-inverse")
-
-
-def test_the_plot_shows_the_runs_that_have_results(softsync_runs: ModuleType, tmp_path: pathlib.Path) -> None:
-    for run in softsync_runs.runs([2])[:2]:
-        (tmp_path / run.name).mkdir()
-        (tmp_path / run.name / "report.json").write_text(json.dumps({"staleness": {"1": 3, "2": 4}}))
-        rows = [{"epoch": epoch, "val_accuracy": 1 - 0.5 / epoch} for epoch in (1, 2, 3)]
-        (tmp_path / run.name / "epochs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = softsync_runs.softsync_chart.save(tmp_path, softsync_runs.runs([1, 2]))
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_that_does_not_exist_is_an_error_that_names_those_that_do() -> None:
-    command = [sys.executable, str(FOLDER / "run.py"), "--run=n-3-inverse", "--n=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert "synchronous, n-2-fixed, n-2-inverse" in done.stdout + done.stderr
 
 
 @pytest.mark.processes

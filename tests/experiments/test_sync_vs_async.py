@@ -32,14 +32,6 @@ def _points(seconds: list[float], examples: list[float], losses: list[float]) ->
     ]
 
 
-def test_one_worker_has_nobody_to_compete_with_and_is_trained_once(races: ModuleType) -> None:
-    todo = races.races([1, 2, 8], ["even", "uneven"])
-    assert [race.name for race in todo] == ["1-even", "2-even", "8-even", "2-uneven", "8-uneven"]
-    assert todo[0].methods(races.METHODS) == ["synchronous"]
-    assert set(races.METHODS) - set(todo[1].methods(races.METHODS)) == {"soft_sync"}
-    assert todo[2].methods(races.METHODS) == list(races.METHODS)
-
-
 @pytest.mark.parametrize(("speeds", "last"), [("even", 0.1), ("uneven", 1.0)])
 def test_the_last_worker_is_slower_where_they_are_uneven(races: ModuleType, speeds: str, last: float) -> None:
     setting = {"mean_secs": 0.1, "slowdown": 10.0, "seed": 1}
@@ -65,14 +57,6 @@ def test_the_winners_are_found_where_the_shortest_run_ends(races: ModuleType) ->
     line = races.row(races.Race(4, "even"), {"asynchronous": fast, "synchronous": thrifty}, list(races.METHODS))
     assert line.split()[:2] == ["4", "even"]
     assert line.split()[-4:] == ["asynchronous", "synchronous,", "after", "150"]
-
-
-def test_there_is_one_plot_for_even_and_one_for_uneven_workers(races: ModuleType, tmp_path: pathlib.Path) -> None:
-    points = _points([0, 1], [0, 100], [2.0, 1.0])
-    results = {race: {"synchronous": points} for race in races.races([1, 2], ["even", "uneven"])}
-    paths = races.races_chart.save(tmp_path, results, races.METHODS)
-    assert [path.name for path in paths] == ["even.png", "uneven.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 @pytest.mark.processes

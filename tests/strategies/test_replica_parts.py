@@ -109,6 +109,7 @@ def test_weights_and_gradients_never_leave_their_part(strategy: tfdist.MirroredS
     assert sizes[0] <= summed["0"] == summed["2"] <= sizes[0] + 8
 
 
+@pytest.mark.slow  # `test_split_moves_weights_and_slots` has models, and the suite of conformance trains them.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_models_of_files_are_split_and_train_on(strategy: tfdist.MirroredStrategy, tmp_path: pathlib.Path) -> None:
     """Slots are moved beside their weights, and the weights of a file fit any placement."""
@@ -300,8 +301,9 @@ model.save(shared / f"{index}.keras")
 """
 
 
+@pytest.mark.slow  # `test_replica_parts_conformance.py` has the numbers, `test_server_parts.py` several workers.
 @pytest.mark.processes
-@pytest.mark.parametrize("policies", ["[]", pytest.param("[tfdist.BackupWorkers(spares=0)]", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policies", ["[]", "[tfdist.BackupWorkers(spares=0)]"])
 def test_two_workers_of_two_devices_are_as_one_device(tmp_path: pathlib.Path, policies: str) -> None:
     names: dict[str, Any] = {"np": np, "keras": keras}
     exec(_TRAINING, names)
