@@ -17,7 +17,7 @@ REPORT = --junitxml=build/tests.xml
 
 SRC =
 
-.PHONY: help demo chaos docs release programs screenshots fuzz test test-all test-fast test-keras test-kubernetes test-network test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
+.PHONY: help demo chaos docs release programs screenshots fuzz test test-all test-clusters test-fast test-keras test-kubernetes test-network test-ray test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -50,6 +50,18 @@ test-ssh: venv  ## run jobs on hosts with a real sshd, and cut their links (root
 
 test-network: venv  ## measure compressed updates over a link of 100 Mb/s between network namespaces (root, iproute2; 10 minutes)
 	$(BIN)/python benchmarks/slow_network.py $(FLAGS)
+
+test-ray: venv  ## run jobs on a Ray cluster of three raylets (the extra `ray`; 5 minutes)
+	$(PYTEST) -n 0 -m "slow or not slow" tests/launchers/test_real_ray.py $(FLAGS)
+
+# Each target runs on after another has failed. Those whose programs are not here skip their tests, and say why.
+CLUSTERS = slurm ssh ray kubernetes
+
+test-clusters: venv  ## run the launchers on all of these clusters, and keep build/clusters.log (root; an hour)
+	@mkdir -p build && rm -f build/clusters.log
+	@for each in $(CLUSTERS); do \
+		{ $(MAKE) --no-print-directory test-$$each FLAGS="$(FLAGS)" || echo "test-$$each: failed"; } 2>&1 | tee -a build/clusters.log; \
+	done; ! grep -E '^test-[a-z]+: failed' build/clusters.log
 
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
 	$(PYTEST) -m "not processes and not devices and not slow and not slurm" $(FLAGS)

@@ -44,6 +44,7 @@ def test_types(name, chips, hosts):
         (lambda: job(name="My_TPU"), "--name is no name for a TPU"),
         (lambda: job(name="a" * 64), "--name is no name for a TPU; use up to 63"),
         (lambda: job(zone=""), "--zone is missing or malformed"),
+        (lambda: job(accelerator_type="v4-32"), "--version is no runtime for 4 hosts; use tpu-vm-tf-VERSION-pod-pjrt"),
     ],
 )
 def test_what_makes_no_sense(make, words):
@@ -69,6 +70,7 @@ def test_a_plan_as_text():
     request = tpu.plan(
         job(
             accelerator_type="v4-32",
+            version="tpu-vm-tf-2.20.0-pod-pjrt",
             gcloud=("--network=mine",),
             copy=".",
             setup="pip install -r req.txt",

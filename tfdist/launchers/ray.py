@@ -55,12 +55,8 @@ SCRIPT are passed to it. All nodes need tfdist, and SCRIPT unless --copy sends i
 """
 # Index of a task's bundle, in its environment.
 _BUNDLE_VARIABLE = "TFDIST_RAY_BUNDLE"
-# Of Ray, in a job that was submitted: its id, among others.
-_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Ray's names of resources that are options of an actor.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-# As of a command line that is wrong: no restart helps.
-_UNUSABLE_EXIT_CODE = 2
 _LOOK_SECS = 0.2
 # Interval of the lines about resources that are missing.
 _WAITING_SECS = 10.0
@@ -314,7 +310,7 @@ class RayTask:
         self._actors.waiting.pop(self._name, None)
         if problems := problems_of(answer, asked, remote.versions()):
             self._say(*(f"node {answer['host']} {each}, or --copy" for each in problems))
-            return _UNUSABLE_EXIT_CODE
+            return 2  # As of a wrong command line.
         env = self._with_addresses(_stand_in(job.shape.tasks[bundle]), answer["host"], answer["port"])
         # In this order, so that no signal is written before the task, or is lost.
         self._input(client.payload(self._script, directory, env))
@@ -488,7 +484,7 @@ def _submit(job: RayJob, address: str, runtime_env: Mapping[str, Any], logs: Log
             f"Ray refuses the job: {_reason(error)}; start a cluster with `ray start --head`, or name one. Received: "
             f"--address={address}"
         ) from None
-    config = json.loads(os.environ.get(_JOB_VARIABLE) or "{}")
+    config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))  # Of a job that was submitted.
     if number := config.get("metadata", {}).get("job_submission_id"):
         shown = f"ray job status {number}   shows the job", f"ray job logs --follow {number}   follows its output"
         _log.say(*shown, f"ray job stop {number}   ends it")

@@ -85,7 +85,11 @@ class TpuJob:
                 raise LaunchError(
                     f"--{flag} is missing or malformed; see gcloud compute tpus. Received: {getattr(self, flag)!r}"
                 )
-        _ = self.slice
+        if self.slice.hosts > 1 and self.create and "-pod" not in self.version:
+            raise LaunchError(
+                f"--version is no runtime for {self.slice.hosts} hosts; use tpu-vm-tf-VERSION-pod-pjrt for your "
+                f"TensorFlow (gcloud compute tpus versions list shows all). Received: {self.version!r}"
+            )
 
     @property
     def slice(self) -> Slice:
