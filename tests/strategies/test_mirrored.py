@@ -225,35 +225,41 @@ def test_loss_of_any_kind_trains_as_on_one_device(strategy, loss: str, capfd):
 
 
 class Bank(keras.Sequential):
-    """Keeps its newest outputs."""
+    """Keeps its newest outputs, or their mean."""
 
-    def __init__(self, make: str) -> None:
+    def __init__(self, keeps: str) -> None:
         super().__init__([keras.Input((3,)), keras.layers.Dense(1)])
-        is_of_keras = make == "weight"
-        self.bank = self.add_weight(shape=(16, 1), trainable=False) if is_of_keras else tf.Variable(tf.zeros([16, 1]))
+        self.keeps = keeps
+        self.bank = tf.Variable(tf.ones([16, 1]))
+        if keeps == "in a weight":
+            self.bank = self.add_weight(shape=(16, 1), initializer="ones", trainable=False)
+        self.next = tf.Variable(0)
 
     def train_step(self, data):
-        result = super().train_step(data)
-        newest, kept = self(data[0]), tf.convert_to_tensor(self.bank)
-        self.bank.assign(tf.concat([newest, kept[: -tf.shape(newest)[0]]], 0))
+        result, newest, kept = super().train_step(data), self(data[0]), tf.convert_to_tensor(self.bank)
+        count = tf.shape(newest)[0]
+        if self.keeps == "a mean":
+            self.bank.assign(0.9 * kept + tf.reduce_mean(newest))
+        elif self.keeps == "at a place":
+            self.bank[self.next : self.next + count].assign(newest)
+            self.next.assign((self.next + count) % 16)
+        else:
+            self.bank.assign(tf.concat([newest, kept[:-count]], 0))
         return result
 
 
-def test_weight_assigned_from_single_examples_is_refused(strategy):
+@pytest.mark.parametrize("keeps", ["in a weight", "in a variable", "at a place", "a mean"])
+def test_single_examples_kept_by_a_step_are_refused(strategy, keeps: str, capfd):
     with strategy.scope():
-        model = Bank("weight")
+        model = Bank(keeps)
         model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="depends on the order of the examples"):
+    if is_mean := keeps == "a mean":
         model.fit(X[:40], Y[:40], batch_size=8, verbose=0)
-    assert int(model.optimizer.iterations.numpy()) == 0
-
-
-def test_own_variable_assigned_from_examples_is_named(strategy, capfd):
-    with strategy.scope():
-        model = Bank("variable")
-        model.compile("sgd", "mse")
-    model.fit(X[:40], Y[:40], batch_size=8, verbose=0)
-    assert capfd.readouterr().err.count("it assigns to the tf.Variable") == 1
+    else:
+        with pytest.raises(ValueError, match="depends on the order of the examples"):
+            model.fit(X[:40], Y[:40], batch_size=8, verbose=0)
+        assert int(model.optimizer.iterations) == model.next.numpy() == 0 and np.all(np.asarray(model.bank) == 1)
+    assert capfd.readouterr().err.count("it assigns to the tf.Variable") == int(is_mean)
 
 
 class Alternating(own_models.Own):

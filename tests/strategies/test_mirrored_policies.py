@@ -48,12 +48,19 @@ def spared(cpus: list[str]) -> tfdist.MirroredStrategy:
     return tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares=1)])
 
 
-def test_a_maximum_is_refused_where_a_state_is_the_sum_of_its_copies(strategy: tfdist.MirroredStrategy) -> None:
+@pytest.mark.parametrize(
+    ("metrics", "loss", "words"),
+    [
+        (True, "mse", "on parameter servers with a policy as a maximum or minimum"),
+        (False, keras.losses.Dice(name="overlap"), r"the loss 'overlap' .*axis=.* or train without a policy"),
+    ],
+)
+def test_what_needs_all_examples_is_refused_before_it_trains(strategy, metrics: bool, loss: object, words: str):
     with strategy.scope():
         model = dense_model()
         largest = own_models.Combined(lambda value, y: tf.maximum(value, tf.reduce_max(y)))
-        model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=[largest])
-    with pytest.raises(ValueError, match="on parameter servers with a policy as a maximum or minimum"):
+        model.compile(OPTIMIZERS.SGD(0.1), loss, metrics=[largest] if metrics else [])
+    with pytest.raises(ValueError, match=words):
         model.fit(X, Y, batch_size=8, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 0
 

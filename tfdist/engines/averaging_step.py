@@ -396,7 +396,7 @@ def _step(
     share = functools.partial(losses.share_of_batch, part.batch, part.total, count)
     # The gradient of this replica alone, as that of the global batch.
     factor = share() * count
-    changed = losses.patches(step.model, share, sums=sums) if count > 1 else []
+    changed = losses.patches(step.model, share, sums=sums, may_differ=True) if count > 1 else []
     changed += one_replica.without_others(step.name, count)
     for optimizer in optimizers_of(step.model):
         scale = losses.whole(factor, share) if id(optimizer) in sums.optimizers else factor

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from tfdist.step import contribution
 
 # Losses that a line was written for; the step may be traced several times.
 _noticed: weakref.WeakSet[Any] = weakref.WeakSet()
+# Operations that give numbers of chosen examples their places among all examples.
+_PUTS_BACK = re.compile(".*Scatter|.*Segment|RaggedTensorToTensor|SparseToDense")
 
 
 def is_sum(loss: Any) -> bool:
@@ -37,15 +40,17 @@ def _has_fewer(found: Any, *given: Any) -> bool:
         rows = {each.shape[0] for each in given if isinstance(each, tf.Tensor) and each.shape.rank}
         return bool(rows) and found.shape[0] not in rows
     # `Where` gives the places where a mask is true, as for `tf.boolean_mask`.
+    if not tf.is_symbolic_tensor(found):
+        return False
     sources = {each.op for each in given if tf.is_symbolic_tensor(each)}
-    return tf.is_symbolic_tensor(found) and any(
-        operation.type == "Where" for operation in graphs.operations_behind(found.op, sources)
-    )
+    sources |= {each for each in found.graph.get_operations() if _PUTS_BACK.match(each.type)}
+    behind = graphs.operations_behind(found.op, sources)
+    return found.op not in sources and any(operation.type == "Where" for operation in behind)
 
 
 # A loss of one number may be a mean over the examples, or not. The loss itself tells, by its values for made-up ones.
 
-_EXAMPLES = 4
+EXAMPLES = 4
 _MOST_NUMBERS = 2**24
 
 
@@ -56,21 +61,17 @@ def joined(*batches: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def made_up(leaves: Sequence[Any], count: int, seed: int) -> list[np.ndarray] | None:
     """Returns examples in [0, 1] like those of flat tensors; None if a shape or dtype does not tell enough."""
-    random = np.random.default_rng(seed)
-    made = [_made_up(leaf, count, random) for leaf in leaves]
-    return None if any(each is None for each in made) else made
-
-
-def _made_up(leaf: Any, count: int, random: np.random.Generator) -> Any:
-    if not isinstance(leaf, tf.Tensor | tf.TensorSpec) or not leaf.shape.rank:
-        return None
-    if not leaf.shape[1:].is_fully_defined() or not (leaf.dtype.is_floating or leaf.dtype.is_integer):
-        return None
-    if count * (leaf.shape[1:].num_elements() or 0) > _MOST_NUMBERS:
-        return None
-    shape = count, *leaf.shape[1:]
-    numbers = random.integers(0, 2, shape) if leaf.dtype.is_integer else random.uniform(size=shape)
-    return numbers.astype(leaf.dtype.as_numpy_dtype)
+    random, made = np.random.default_rng(seed), list[np.ndarray]()
+    for leaf in leaves:
+        if not isinstance(leaf, tf.Tensor | tf.TensorSpec) or not leaf.shape.rank:
+            return None
+        numbers = leaf.shape[1:].num_elements() if leaf.dtype.is_floating or leaf.dtype.is_integer else None
+        if numbers is None or count * numbers > _MOST_NUMBERS:
+            return None
+        shape = count, *leaf.shape[1:]
+        values = random.integers(0, 2, shape) if leaf.dtype.is_integer else random.uniform(size=shape)
+        made.append(values.astype(leaf.dtype.as_numpy_dtype))
+    return made
 
 
 # The losses of a replica's step, by which several replicas train as one device.
@@ -136,6 +137,7 @@ def patches(
     weighs_loss: bool = False,
     sums: Sums = NO_SUMS,
     gather: Gather | None = None,
+    may_differ: bool = False,
 ) -> list[tuple[Any, str, Any]]:
     """Returns patches by which the losses of a replica, and metrics of them, count as on one device.
 
@@ -145,8 +147,9 @@ def patches(
       weight_of_number: returns the weight of a number of the batch that a metric is given; `share` by default.
       weighs_loss: True to weigh the loss of Keras' own train step by `share`, instead of its gradients.
       sums: the numbers that are sums in a user's step.
-      gather: returns the examples of all replicas, whose gradient is that of this replica's own; None where replicas
-        compute alone.
+      gather: returns the examples of all replicas, whose gradient is that of this replica's own; None where they can't
+        be gathered, and a loss that needs them raises a ValueError, where it is traced.
+      may_differ: True for updates unlike those of one device: it is computed with a replica's own then, after a line.
     """
     weigh = weight_of_number or (lambda metric: share())
 
@@ -168,7 +171,7 @@ def patches(
         if models.function_of(mean) is not None:
             changes.append(models.with_function(mean, _of_all(mean, models.function_of(mean), share, gather)))
     of_calls = [loss for loss in models.compiled_losses(model) if hasattr(loss, "call")]
-    changes += [(loss, "call", _counted(loss, share, gather)) for loss in of_calls]
+    changes += [(loss, "call", _counted(loss, share, gather, may_differ)) for loss in of_calls]
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         weighs_loss = weighs_loss and id(optimizer) not in sums.optimizers
@@ -184,9 +187,15 @@ def _update_by_whole(
     return update_state(values if values.shape.rank else whole(values, share), sample_weight)
 
 
-def _counted(loss: Any, share: Callable[[], Any], gather: Gather | None) -> Callable[..., Any]:
+def _counted(loss: Any, share: Callable[[], Any], gather: Gather | None, may_differ: bool) -> Callable[..., Any]:
     call = loss.call
-    computed = _of_all(loss, call, share, gather, functools.partial(_with_gradient_of_whole, share=share))
+
+    def of_whole_batch(found: tf.Tensor) -> tf.Tensor:
+        # The gradient by a replica's part counts in full, and not by its share.
+        scaled = whole(found, share)
+        return scaled + tf.stop_gradient(found - scaled)
+
+    computed = _of_all(loss, call, share, gather, of_whole_batch, may_differ)
 
     def counted(y_true: Any, y_pred: Any) -> Any:
         if getattr(loss, "reduction", None) == "sum":
@@ -204,12 +213,12 @@ def _of_all(
     share: Callable[[], Any],
     gather: Gather | None,
     then: Callable[[Any], Any] | None = None,
+    may_differ: bool = True,
 ) -> Callable[..., Any]:
     """Returns a loss or metric that computes with the examples of all replicas, where it needs them together.
 
-    That is one of one number which is no mean over examples, such as the Dice coefficient of a batch, and a loss of
-    fewer numbers than examples. Where they can't be gathered, a sum is estimated, and a line is written for what is no
-    sum either.
+    That is one of one number which is neither a mean nor a sum over examples, such as the Dice coefficient of a batch,
+    and a loss of fewer numbers than examples. A sum is estimated from the replica's own.
 
     Args:
       owner: the Keras loss or metric.
@@ -217,6 +226,8 @@ def _of_all(
       share: see `patches`.
       gather: see `patches`.
       then: of a loss; called with what is computed from the examples of all.
+      may_differ: where they can't be gathered, True to compute with the replica's own after a line, and False to raise
+        a ValueError.
     """
 
     def computed(*given: Any, **named: Any) -> Any:
@@ -227,37 +238,39 @@ def _of_all(
             kind = "other"
         if kind == "mean":
             return found
+        if kind == "sum":
+            return whole(found, share)
         if gather is not None:
             whole_batch = call(*map(gather, given), **named)
             return whole_batch if then is None else then(whole_batch)
-        if kind == "sum":
-            return whole(found, share)
-        _notice(owner)
+        _notice(owner, may_differ)
         return found
 
     return computed
 
 
-def _notice(owner: Any) -> None:
+def _notice(owner: Any, may_differ: bool) -> None:
+    """Writes a line, or raises a ValueError, for a loss or metric of all examples that gets a replica's own."""
+    kind = "loss" if isinstance(owner, keras.losses.Loss) else "metric"
+    name = getattr(owner, "name", None) or type(owner).__name__
+    does = "leaves examples out, has fewer numbers than examples, or computes with all of them together"
+    if not may_differ:
+        raise ValueError(
+            f"policies: the {kind} {name!r} {does}, and a replica under a policy has its own examples alone; use one "
+            "with a number for each example, 0 for those left out, such as keras.losses.Dice(axis=(1, 2, 3)) for "
+            f"images, or train without a policy. Received: a {kind} of the whole batch"
+        )
     if owner not in _noticed:
         _noticed.add(owner)
-        kind = "loss" if isinstance(owner, keras.losses.Loss) else "metric"
         _log.say(
-            f"the {kind} {getattr(owner, 'name', None) or type(owner).__name__!r} leaves examples out, has fewer "
-            "numbers than examples, or computes with all of them together: it is the mean of the replicas' means, and "
-            "not that of one device; return a number for each example, 0 for those left out"
+            f"the {kind} {name!r} {does}: it is the mean of the replicas' means, and not that of one device; return a "
+            "number for each example, 0 for those left out"
         )
-
-
-def _with_gradient_of_whole(found: tf.Tensor, share: Callable[[], Any]) -> tf.Tensor:
-    """Returns a loss of the whole batch, whose gradient by a replica's part counts in full, and not by its share."""
-    scaled = whole(found, share)
-    return scaled + tf.stop_gradient(found - scaled)
 
 
 def _kind_of_number(call: Callable[..., Any], *given: Any) -> str:
     """Returns "mean", "sum" or "other", by made-up examples; "mean" if they don't suit the function."""
-    first, second = (made_up(given, _EXAMPLES, seed) for seed in range(2))
+    first, second = (made_up(given, EXAMPLES, seed) for seed in range(2))
     if first is None or second is None:
         return "mean"
     try:
@@ -285,20 +298,6 @@ def whole(part: Any, share: Callable[[], Any]) -> Any:
     """Returns an estimate of a sum over the batch, or of its gradient, from that over a replica's part."""
     known = share()
     return contribution.times(part, 1 / known if isinstance(known, float) else tf.math.reciprocal_no_nan(known))
-
-
-def zeros_without(examples: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
-    """Returns a replica's gradients, or zeros if it has no examples."""
-    # The rows of sparse gradients stay outside of the conditional, for `optimizers`.
-    present = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
-    chosen = tf.cond(examples > 0, lambda: [*map(tf.identity, present)], lambda: [*map(tf.zeros_like, present)])
-    rest = iter([chosen] if len(present) == 1 and not isinstance(chosen, list | tuple) else chosen)
-    return [None if gradient is None else _with_values(gradient, next(rest)) for gradient in gradients]
-
-
-def _with_values(gradient: Any, values: tf.Tensor) -> Any:
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values
 
 
 def share_of_batch(batch: Any, batch_rows: tf.Tensor | None, num_replicas: int) -> tf.Tensor | float:

@@ -218,7 +218,8 @@ class _Weights:
         """Weights a replica's gradients for the sum over replicas."""
         if not self.weigh_loss and id(optimizer) not in self.sums.optimizers:
             return [None if each is None else times(each, self.share()) for each in given]
-        return losses.zeros_without(self.shares.rows[replicas.current()], given) if self.shares else given
+        factor = self.shares.rows[replicas.current()] > 0 if self.shares else 1.0
+        return [None if each is None else times(each, factor) for each in given]
 
 
 def _before_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any:

@@ -203,9 +203,8 @@ class SplitTrainStep:
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
         share = functools.partial(losses.share_of_batch, batch, batch_rows, self._total_num_replicas)
         if self._total_num_replicas > 1:
-            changed += losses.patches(
-                self.model, share, self._weight_of_number(batch, batch_rows, share), sums=self._sums
-            )
+            weight_of = self._weight_of_number(batch, batch_rows, share)
+            changed += losses.patches(self.model, share, weight_of, sums=self._sums, may_differ=self._is_relative)
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
         if self._total_num_replicas > 1:

@@ -6,8 +6,8 @@ gradients are averaged in the first case, by their examples, and added up in the
 what it computes from a batch, and from this batch given twice, differs by a factor of 2 or by none. Likewise what it
 assigns to a weight is no mean if it depends on the order of the examples.
 
-A trial writes to no variable. A step that made-up examples don't suit is taken for one of means: one with strings or
-ragged tensors, or that calls Python or writes past Keras.
+After a trial each variable has its value of before. A step that made-up examples don't suit is taken for one of means:
+one with strings or ragged tensors, or that calls Python.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -26,18 +26,16 @@ from tfdist import _log
 from tfdist.compat import patching
 from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import optimizers_of, patched_attributes
-from tfdist.compat.tensorflow import graphs
 from tfdist.step import losses, one_replica, rehearsal
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step import Step
 
-_EXAMPLES = 4
 # Of a step that draws random numbers.
 _DRAWS = 4
-# Operations whose effects would be seen.
-_EFFECTS = re.compile("Assign|Resource(Apply|Sparse|Scatter)|.*PyFunc|Print|Write.*Summary")
+# Operations whose effects would be seen. Those of others, on variables, are undone.
+_EFFECTS = re.compile("Assign(Add|Sub)?$|.*PyFunc|Print|Write.*Summary")
 _RANDOM = re.compile("(Stateless)?(Parameterized)?(Random|Truncated|Multinomial)")
-_ASSIGNMENT = re.compile("Assign(Add|Sub)?VariableOp")
+_READING = re.compile("ReadVariableOp|ResourceGather|VariableShape")
 # Random layers, and penalties of weights, move the ratio away from 1 and 2.
 _MOST_OF_A_MEAN, _FROM_A_SUM = 1.3, 0.1
 # Attribute of a model: by kind of step, what was tried, and the answer.
@@ -59,7 +57,9 @@ def sums_in(strategy: Any, step: Step, batch: Any, num_replicas: int) -> losses.
       ValueError: the step assigns to a weight what it computes from single examples of its own.
     """
     model = step.model
-    if num_replicas == 1 or not _is_of_a_user(step):
+    overridden = (rehearsal.is_overridden(model, name) for name in ("compute_loss", "compute_metrics"))
+    may_differ = step.is_bound and model.built and (not step.is_of_keras or any(overridden))
+    if num_replicas == 1 or not may_differ:
         return losses.NO_SUMS
     known: dict[str, tuple[Any, losses.Sums]] = patching.setdefault(model, _ANSWERS, dict)
     tried = (getattr(step.function, "__func__", None), getattr(model, "loss", None), getattr(model, "optimizer", None))
@@ -68,46 +68,44 @@ def sums_in(strategy: Any, step: Step, batch: Any, num_replicas: int) -> losses.
     return known[step.kind][1]
 
 
-def _is_of_a_user(step: Step) -> bool:
-    """Returns True if a user may have written what becomes of the losses."""
-    if not step.is_bound or not step.model.built:
-        return False
-    return not step.is_of_keras or any(
-        rehearsal.is_overridden(step.model, name) for name in ("compute_loss", "compute_metrics")
-    )
-
-
 def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
-    first, second = (losses.made_up(tf.nest.flatten(batch), _EXAMPLES, seed) for seed in range(2))
+    first, second = (losses.made_up(tf.nest.flatten(batch), losses.EXAMPLES, seed) for seed in range(2))
     if first is None or second is None:
         return losses.NO_SUMS
+    assigned, ratios = list[Any](), dict[tuple[str, int], float]()
     try:
         # Variables of the trace may not be those of a graph that is being traced.
         with tf.init_scope():
             of_part, of_whole = _of_sizes(strategy, step, batch, first)
-            orders = losses.joined(first, second), losses.joined(second, first)
-            # A random mask is one of places, and not of examples.
-            is_told = of_whole.assigned and not of_whole.is_random
-            states = [of_whole(order)[1] for order in orders] if is_told else []
+            if of_part.assigned:
+                of_first, *states = (of_part(each)[1] for each in (first, [np.roll(e, 1, 0) for e in first], second))
+                is_like = functools.partial(np.allclose, rtol=1e-3, atol=1e-5, equal_nan=True)
+                assigned = list(zip(of_part.assigned, *(map(is_like, of_first, each) for each in states), strict=True))
             drawn = [of_part(first)[0] for _ in range(2)]
             draws = 1 if np.allclose(*drawn, rtol=1e-3, equal_nan=True) else _DRAWS
             drawn += [of_part(first)[0] for _ in range(len(drawn), draws)]
             doubled = [of_whole(losses.joined(first, first))[0] for _ in range(draws)]
             one, twice = (np.mean(np.abs(each[:draws]), axis=0) for each in (drawn, doubled))
+            ratios = dict(zip(of_part.names, (twice / np.where(one > 0, one, np.nan)).tolist(), strict=True))
     except Exception:  # of a step that made-up examples don't suit
-        return losses.NO_SUMS
-    for variable, value, reordered in zip(of_whole.assigned, *states, strict=True) if states else ():
-        if not np.allclose(value, reordered, rtol=1e-3, atol=1e-5, equal_nan=True):
+        pass
+    for variable, is_without_order, is_of_any_batch in assigned:
+        # A random mask is one of places, and not of examples.
+        if not is_without_order and not of_part.is_random:
             raise ValueError(
-                f"{step.name}: it assigns to {variable.path!r} what it computes from single examples, of which a "
-                "replica has its own, so the replicas' values have no mean; gather them first, with "
-                "tf.distribute.get_replica_context().all_gather(value, axis=0), which works without a policy. "
+                f"{step.name}: it assigns to {getattr(variable, 'path', variable.name)!r} what it computes from single "
+                "examples, of which a replica has its own, so the replicas' values have no mean; gather them first, "
+                "with tf.distribute.get_replica_context().all_gather(value, axis=0), which works without a policy. "
                 "Received: a new value that depends on the order of the examples"
             )
+        if not is_of_any_batch and isinstance(variable, tf.Variable):
+            _log.say(
+                f"{step.name}: it assigns to the tf.Variable {variable.name!r} what it computes from a replica's own "
+                "examples, which is not that of one device, and each replica may keep a value of its own; use a weight "
+                "(self.add_weight(..., trainable=False)), of which the replicas' values are averaged, or a metric"
+            )
     sums: dict[str, set[int]] = {"optimizer": set(), "metric": set(), "log": set()}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = twice / one
-    for (kind, key), ratio in zip(of_part.names, ratios.tolist(), strict=True):
+    for (kind, key), ratio in ratios.items():
         is_sum = ratio > _MOST_OF_A_MEAN if draws > 1 else abs(ratio - 2) < _FROM_A_SUM
         if is_sum and np.isfinite(ratio):
             sums[kind].add(key)
@@ -132,7 +130,8 @@ def _of_sizes(strategy: Any, step: Step, batch: Any, like: Sequence[np.ndarray])
     except _SeenError:
         raise
     except Exception:  # of a step that needs a known size
-        return _Trial(strategy, step, batch, like, _EXAMPLES), _Trial(strategy, step, batch, like, 2 * _EXAMPLES)
+        small, large = (_Trial(strategy, step, batch, like, count * losses.EXAMPLES) for count in (1, 2))
+        return small, large
     return of_any, of_any
 
 
@@ -148,7 +147,7 @@ class _Trial:
 
     Attributes:
       names: of each value of a call, its kind and its key in `losses.Sums`.
-      assigned: weights that the step assigns.
+      assigned: the weights, and each `tf.Variable` of the user's own, that the step may assign.
       is_random: True if it draws random numbers.
 
     Raises:
@@ -162,7 +161,14 @@ class _Trial:
         self.assigned: list[Any] = []
         self._logs: list[Any] = []
         self._step = copy.copy(step)
-        self._step.function = self._keeping(step.function)
+
+        @functools.wraps(step.function)
+        def keeping(batch: Any) -> Any:
+            result = step.function(batch)
+            self._logs = tf.nest.flatten(result)
+            return result
+
+        self._step.function = keeping
         self._split = SplitTrainStep(self._step, 1)
         specs = [tf.TensorSpec([size, *each.shape[1:]], each.dtype) for each in like]
         self._computed: Any = self._split.settled(lambda: one_replica.trace(strategy, self._results, specs))
@@ -170,44 +176,35 @@ class _Trial:
         nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
         self.is_random = any(_RANDOM.match(node.op) for node in nodes)
         if any(_EFFECTS.match(node.op) for node in nodes):
-            self._notice_own_variables()
             raise _SeenError(step.name)
-
-    def __call__(self, flat: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-        found = [each.numpy() for each in self._computed(*map(tf.constant, flat))]
-        return np.array(found[: len(self.names)], np.float64), found[len(self.names) :]
-
-    def _notice_own_variables(self) -> None:
-        """Writes a line for a `tf.Variable` of the user's that the step assigns what it computes from the batch."""
         graph: Any = self._computed.graph
         variables = {id(getattr(each, "handle", None)): each for each in graph.variables}
-        given = {inside.name: variables.get(id(outside)) for outside, inside in graph.captures}
-        examples = {tensor.op for tensor in graph.inputs if tensor.name not in given}
-        for operation in graph.get_operations():
-            variable = given.get(operation.inputs[0].name) if _ASSIGNMENT.match(operation.type) else None
-            if variable is not None and examples & graphs.operations_behind(operation.inputs[1].op):
-                _log.say(
-                    f"{self._step.name}: it assigns to the tf.Variable {variable.name!r} what it computes from a "
-                    "replica's own examples, which is not that of one device, and each replica may keep a value of its "
-                    "own; use a weight (self.add_weight(..., trainable=False)), or a metric, or gather the examples "
-                    "first, with tf.distribute.get_replica_context().all_gather(value, axis=0)"
-                )
+        # Of the user's own, or written past Keras: all but those that are only read.
+        self._written = [
+            variables[id(outside)]
+            for outside, inside in graph.captures
+            if id(outside) in variables and not all(_READING.match(each.type) for each in inside.consumers())
+        ]
+        self.assigned += self._written
 
-    def _keeping(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def kept(batch: Any) -> Any:
-            result = function(batch)
-            self._logs = tf.nest.flatten(result)
-            return result
-
-        return functools.wraps(function)(kept)
+    def __call__(self, flat: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Returns the values of `names`, and the new ones of `assigned`; undoes writes."""
+        before = [each.read_value() for each in self._written]
+        try:
+            found = [each.numpy() for each in self._computed(*map(tf.constant, flat))]
+            states = found[len(self.names) :] + [each.numpy() for each in self._written]
+        finally:
+            for variable, value in zip(self._written, before, strict=True):
+                variable.assign(value)
+        return np.array(found[: len(self.names)], np.float64), states
 
     def _results(self, *given: tf.Tensor) -> list[tf.Tensor]:
         strategy, model, split = self._strategy, self._step.model, self._split
-        share = tf.cast(tf.shape(given[0])[0], tf.float64) / (2 * _EXAMPLES)
+        share = tf.cast(tf.shape(given[0])[0], tf.float64) / (2 * losses.EXAMPLES)
         with one_replica.replica_on(strategy, strategy.extended.worker_devices[0]), losses.counted_as_one(strategy):
             changes = one_replica.without_others(self._step.name, 2, lambda line: None)
             # What is known to be a sum becomes an estimate of the sum over the whole batch.
-            changes += losses.patches(model, lambda: share)
+            changes += losses.patches(model, lambda: share, gather=tf.identity)
             with patched_attributes(changes):
                 contribution = split.contribute(tf.nest.pack_sequence_as(self._structure, given))
         by_optimizer: dict[int, list[Any]] = {id(each): [] for each in optimizers_of(model)}

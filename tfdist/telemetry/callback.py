@@ -72,7 +72,7 @@ class Telemetry(keras.callbacks.Callback):
         self._last: _Moment | None = None
         self._batches = self._batches_before = 0
         self._iterations_before = self._updates_before = 0
-        self._execution_began = 0.0
+        self._execution_began = self._execution_ended = 0.0
         self._last_batch = -1
         self._evaluated_secs = self._evaluation_began = 0.0
         self._evaluated_for: float | None = None
@@ -94,7 +94,8 @@ class Telemetry(keras.callbacks.Callback):
             self._session = Session(strategy, self._directory, self._max_contributions, self._batch_size)
         call = calls.current()
         if call is not None and call.model is self.model:
-            call.ends.append(self._raised)
+            # Keras calls `on_train_end` only without an error.
+            call.ends.append(lambda error: self._close(f"ended by {type(error).__name__}"))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Reads `optimizer.iterations`; within the epoch updates are counted without reading it."""
@@ -120,6 +121,7 @@ class Telemetry(keras.callbacks.Callback):
         """Notes the step, and writes a point if enough batches have passed."""
         if not self._is_training:
             return
+        self._execution_ended = time.monotonic()
         self._batches = self._batches_before + batch + 1
         distribution = self._distribution()
         if distribution.is_warming() and distribution.serving is None:
@@ -160,7 +162,11 @@ class Telemetry(keras.callbacks.Callback):
         secs = self._evaluated_for = self._clock() - self._evaluation_began
         self._evaluated_secs += secs
         if self._session is not None:
-            self._session.span(EventKind.VALIDATION, f"validation, {secs:.3g} s", time.monotonic() - secs, secs)
+            # With what Keras does after the last step: it reads the metrics and opens the data.
+            began, self._execution_ended = self._execution_ended, time.monotonic()
+            whole = self._execution_ended - began
+            said = f"validation, {secs:.3g} s" + f" of {whole:.3g} s with what comes before it" * (whole > 1.1 * secs)
+            self._session.span(EventKind.VALIDATION, said, began, whole)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes the last point and closes the files."""
@@ -220,10 +226,6 @@ class Telemetry(keras.callbacks.Callback):
         if self._recorder.is_complete:
             updates = recorded - self._updates_before
         return self._iterations_before + updates // self._accumulated
-
-    def _raised(self, error: BaseException) -> None:
-        """Closes the files of a training that has raised: Keras calls `on_train_end` only without an error."""
-        self._close(f"ended by {type(error).__name__}")
 
     def _close(self, ended: str = "", is_success: bool = False) -> None:
         self._is_training = False

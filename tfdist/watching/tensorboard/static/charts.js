@@ -2,12 +2,13 @@
 // Charts over the same window of time: updates per second, loss, and bytes per second by task.
 
 import {getJson} from './api.js';
-import {element, empty, bytes, digits, secs, short, ticks, timeTicks, tickSecs} from './format.js';
+import {BYTES, commonUnit, element, empty, digits, secs, short, ticks, timeTicks, tickSecs} from './format.js';
 import {labels} from './timeline_texts.js';
 
 const NS = 'http://www.w3.org/2000/svg';
 const HEIGHT = 170, LEFT = 62, RIGHT = 10, TOP = 22, BOTTOM = 24;
 const MOST_TASKS = 4;
+const NUMBERS = [['', 1, 0]];
 const VALIDATION = 6;
 
 export class Charts {
@@ -61,13 +62,13 @@ export class Charts {
     if (this.data) this.drawSpeed(view);
     this.loss.root.hidden = !this.losses.length;
     const losses = this.losses.map((each, i) => ({...each, style: `c${i} ${each.name}`, marked: true, points: each.points.map(point => [point[0], point[2]])}));
-    const isShown = lines(this.loss, losses, {...view, format: digits, named: true, fits: true});
+    const isShown = lines(this.loss, losses, {...view, named: true, fits: true});
     this.loss.note.textContent = isShown ? '' : 'none in this window';
     this.bytes.root.hidden = !this.tasks.length;
     const colour = colours(this.tasks);
     lines(this.bytes, this.tasks.map(each => ({
       name: `${each.name} ${each.direction}`, style: `${colour(each.name)} ${each.direction}`, points: each.points.map(point => [point[0], point[2]]),
-    })), {...view, format: bytes, named: true});
+    })), {...view, units: BYTES, named: true});
     this.bytes.note.textContent = (this.lines > this.tasks.length ? `the ${this.tasks.length} largest of ${this.lines} lines; ` : '') +
       'each point is the mean since the point before';
     this.bytes.root.dataset.series = this.tasks.length;
@@ -88,7 +89,7 @@ export class Charts {
       const rate = sum('updates', i, last) / ((last - i) * data.secs);
       points.push([data.begin + i * data.secs, rate], [data.begin + last * data.secs, rate]);
     }
-    lines(this.speed, [{name: 'updates', style: 'c0', points}], {...view, format: digits});
+    lines(this.speed, [{name: 'updates', style: 'c0', points}], view);
     const examples = sum('examples');
     this.speed.note.textContent = [
       `${digits(updates / length)} updates/s`, examples > 0 ? `${digits(examples / length)} examples/s` : '',
@@ -119,7 +120,7 @@ function chart(id, title) {
 
 // `fits`: the axis begins at the least value, not at 0.
 // Returns true if something of them is in the window.
-function lines(target, series, {begin, end, low, events, format, named, fits}) {
+function lines(target, series, {begin, end, low, events, units = NUMBERS, named, fits}) {
   const {svg} = target, WIDTH = svg.parentElement.clientWidth || 500;
   empty(svg);
   empty(target.names);
@@ -139,9 +140,10 @@ function lines(target, series, {begin, end, low, events, format, named, fits}) {
   labels(near, place, WIDTH - RIGHT, text => 6 * text.length, (text, x) => {
     drawn(svg, 'text', {x, y: TOP - 9, 'text-anchor': 'middle', class: 'label'}).textContent = text;
   });
-  for (const value of values.length ? ticks(least, most, 4).values : []) {
+  const scale = ticks(least, most, 4), {unit, text} = commonUnit(scale.values, units, scale.step);
+  for (const value of values.length ? scale.values : []) {
     drawn(svg, 'line', {class: 'grid', x1: LEFT, x2: WIDTH - RIGHT, y1: height(value), y2: height(value)});
-    drawn(svg, 'text', {x: LEFT - 6, y: height(value) + 4, 'text-anchor': 'end'}).textContent = format(value);
+    drawn(svg, 'text', {x: LEFT - 6, y: height(value) + 4, 'text-anchor': 'end'}).textContent = `${text(value)} ${unit}`.trim();
   }
   const axis = timeTicks(begin - low, end - low, 5);
   for (const value of axis.values) {

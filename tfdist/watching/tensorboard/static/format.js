@@ -36,29 +36,25 @@ export function secs(value) {
   return `${digits(value / 3600)} h`;
 }
 
-// Unit, its seconds, and from how many seconds on it is used.
-const UNITS = [['ms', 1e-3, 0], ['s', 1, 0.995], ['min', 60, 600], ['h', 3600, 36000]];
+// Unit, its size, and from which value on it is used.
+const SECS = [['ms', 1e-3, 0], ['s', 1, 0.995], ['min', 60, 600], ['h', 3600, 36000]];
+export const BYTES = [['B', 1, 0], ['kB', 1e3, 1e3], ['MB', 1e6, 1e6], ['GB', 1e9, 1e9], ['TB', 1e12, 1e12]];
+const unitOf = (units, value) => units.findLast(each => value >= each[2]);
 
-// Returns the unit, and a function that writes seconds in it: the same for all of `values`, by the largest.
-export function commonUnit(values) {
-  const most = Math.max(...values, 0) || 1;
-  const [unit, size] = [...UNITS].reverse().find(each => most >= each[2]);
-  const places = most / size >= 99.5 ? 0 : most / size >= 9.95 ? 1 : 2;
+// Returns the unit, and a function that writes values in it: the same for all of `values`, by the largest, and as
+// precise as this or, for ticks of an axis, as the step between them.
+export function commonUnit(values, units = SECS, step = 0) {
+  const most = Math.max(...values.map(Math.abs), 0) || 1, [unit, size] = unitOf(units, most);
+  const precision = step / size || (most / size >= 99.5 ? 1 : most / size >= 9.95 ? 0.1 : 0.01);
+  const places = Math.min(12, Math.max(0, -Math.floor(Math.log10(precision) + 1e-9)));
   const format = new Intl.NumberFormat('en-US', {minimumFractionDigits: places, maximumFractionDigits: places});
-  return {unit, text: value => (value > 0 ? format.format(value / size) : '0')};
+  return {unit, text: value => (value ? format.format(value / size) : '0')};
 }
 
 export function digits(value) {
   if (!value) return '0';
   const size = Math.abs(value);
   return size >= 1000 ? NUMBER.format(value) : value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
-}
-
-export function bytes(value) {
-  const units = ['B', 'kB', 'MB', 'GB', 'TB'];
-  let unit = 0;
-  while (Math.abs(value) >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
-  return `${digits(value)} ${units[unit]}`;
 }
 
 export function percent(value) {

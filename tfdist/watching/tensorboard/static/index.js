@@ -69,7 +69,7 @@ class Page {
       this.say(`The page can't read its data: ${error.message}`);
       return;
     }
-    this.jobs = answer.jobs;
+    this.jobs = answer.jobs.map(job => ({...job, run: job.run || answer.logdir.split('/').findLast(Boolean)}));
     this.head.hidden = !this.jobs.length;
     this.listJobs();
     this.listSkipped(answer);
