@@ -200,13 +200,14 @@ class _Trial:
 
     def _results(self, *given: tf.Tensor) -> list[tf.Tensor]:
         strategy, model, split = self._strategy, self._step.model, self._split
-        share = tf.cast(tf.shape(given[0])[0], tf.float64) / (2 * losses.EXAMPLES)
+        rows = tf.shape(given[0], tf.int64)[0]
+        share = tf.cast(rows, tf.float64) / (2 * losses.EXAMPLES)
         with one_replica.replica_on(strategy, strategy.extended.worker_devices[0]), losses.counted_as_one(strategy):
             changes = one_replica.without_others(self._step.name, 2, lambda line: None)
             # What is known to be a sum becomes an estimate of the sum over the whole batch.
             changes += losses.patches(model, lambda: share, gather=tf.identity)
             with patched_attributes(changes):
-                contribution = split.contribute(tf.nest.pack_sequence_as(self._structure, given))
+                contribution = split.contribute(tf.nest.pack_sequence_as(self._structure, given), rows)
         by_optimizer: dict[int, list[Any]] = {id(each): [] for each in optimizers_of(model)}
         for gradient, (optimizer, _) in zip(contribution.gradients, split.targets(), strict=True):
             by_optimizer[id(optimizer)].append(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
