@@ -86,7 +86,8 @@ def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
             drawn += [of_part(first)[0] for _ in range(len(drawn), draws)]
             doubled = [of_whole(losses.joined(first, first))[0] for _ in range(draws)]
             one, twice = (np.mean(np.abs(each[:draws]), axis=0) for each in (drawn, doubled))
-            ratios = dict(zip(of_part.names, (twice / np.where(one > 0, one, np.nan)).tolist(), strict=True))
+            each_ratio = twice / np.where((one > 0) & np.isfinite(one), one, np.nan)
+            ratios = dict(zip(of_part.names, each_ratio.tolist(), strict=True))
     except Exception:  # of a step that made-up examples don't suit
         pass
     for variable, is_without_order, is_of_any_batch in assigned:
