@@ -186,6 +186,23 @@ def test_own_step_adds_up_as_on_one_device(strategy, together: str, capfd):
     assert capfd.readouterr().err.count("a sum over the examples") == (together == "by batch")
 
 
+def test_a_table_that_a_step_fills_has_the_examples_alone(strategy):
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+
+    class Counting(Steps):
+        def train_step(self, data):
+            keys = tf.cast(data[0][:, 0] * 1000, tf.int64)
+            table.insert(keys, keys)
+            return super().train_step(data)
+
+    with strategy.scope():
+        model = Counting(tf.reduce_mean)
+        model.compile("sgd", keras.losses.MeanSquaredError(reduction="none"))
+    model.fit(X, Y, batch_size=8, verbose=0)
+    keys, _ = table.export()
+    assert {*keys.numpy()} == {*(X[:, 0] * 1000).astype(np.int64)}
+
+
 def test_loss_scale_of_an_own_step_is_that_of_one_device(strategy):
     def trained(strategy: Any) -> Any:
         keras.utils.set_random_seed(3)

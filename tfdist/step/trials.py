@@ -33,7 +33,7 @@ from tfdist.step.step import Step
 # Of a step that draws random numbers.
 _DRAWS = 4
 # Operations whose effects would be seen. Those of others, on variables, are undone.
-_EFFECTS = re.compile("Assign(Add|Sub)?$|.*PyFunc|Print|Write.*Summary")
+_EFFECTS = re.compile("Assign(Add|Sub)?$|.*PyFunc|Print|Write|Save|Lookup.*(Insert|Remove|Import)|Queue|StackP")
 _RANDOM = re.compile("(Stateless)?(Parameterized)?(Random|Truncated|Multinomial)")
 _READING = re.compile("ReadVariableOp|ResourceGather|VariableShape")
 # Random layers, and penalties of weights, move the ratio away from 1 and 2.
