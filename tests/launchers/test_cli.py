@@ -142,7 +142,7 @@ def test_names_of_other_launchers_bring_ours(platform, written, meant, capsys):
         ("launch kubernetes -n 2", "unknown flag -n; did you mean --num_workers=2?"),
         ("launch slurm -p gpu", "unknown flag -p; did you mean --partition=gpu?"),
         ("launch slurm --gpus=8", "unknown flag --gpus; did you mean --gpus_per_node?"),
-        ("launch slurm --min_workers=1", "unknown flag --min_workers; tfdist launch local and ssh alone have it"),
+        ("launch slurm --min_workers=1", "unknown flag --min_workers; tfdist launch local, ssh and ray alone have it"),
         ("launch local --rdzv_endpoint=a:1", "unknown flag --rdzv_endpoint; leave it away, because tasks learn"),
         ("launch local --task_logs", "the flag --task_logs has no value; write --task_logs=VALUE"),
         ("launch local --num-ps --num-workers=2", "the flag --num-ps has no value; write --num-ps=VALUE"),

@@ -56,17 +56,6 @@ def batches_given_by_name(strategy):
     return net.result([float(step(x, y)) for x, y in distributed(strategy)])
 
 
-@loop
-def signature_of_the_data_set(strategy):
-    net, data = Net(strategy), distributed(strategy)
-
-    @tf.function(input_signature=[data.element_spec])
-    def step(batch):
-        return net.run(batch)
-
-    return net.result([float(step(batch)) for batch in data])
-
-
 # Over an iterator.
 
 

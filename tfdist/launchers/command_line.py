@@ -17,7 +17,7 @@ from tfdist.launchers.requests import LaunchError
 # Names of one flag in several commands, ours first, then those of torchrun, horovodrun, accelerate, mpirun and Slurm.
 _SYNONYMS = (
     ("tasks_per_node", "ntasks_per_node", "nproc_per_node"),
-    ("num_workers", "workers", "num_processes", "nproc_per_node", "num_proc", "nproc", "nprocs", "np", "n"),
+    ("num_workers", "workers", "replicas", "num_processes", "nproc_per_node", "num_proc", "nproc", "nprocs", "np", "n"),
     ("num_workers", "workers", "ntasks", "num_tasks", "world_size", "nnodes", "nodes", "num_machines", "N"),
     ("num_ps", "ps", "servers", "num_servers", "parameter_servers"),
     ("hosts", "host", "H", "machines"),
@@ -25,6 +25,8 @@ _SYNONYMS = (
     ("gpus_per_worker", "gpus_per_task", "gpus", "num_gpus", "gpus_per_node"),
     ("gpus_per_node", "gpus_per_worker"),
     ("env", "x", "genv"),
+    ("help", "helpfull", "helpshort"),
+    ("image", "container_image", "docker_image"),
     ("min_workers", "min_np"),
     ("task_logs", "log_dir", "logdir", "redirects"),
     # Short options of sbatch.
@@ -217,7 +219,7 @@ def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> s
     if name in ("env", "x", "genv") and "tee" in values:
         return f"unknown flag {written}; tasks on this machine inherit the environment: set it before the command"
     if name.removeprefix("no") in _SUPERVISING:
-        return f"unknown flag {written}; tfdist launch local and ssh alone have it"
+        return f"unknown flag {written}; tfdist launch local, ssh and ray alone have it"
     if "patch" in values:
         return f"unknown flag {written}; for a field of the objects, write --patch=FILE"
     option = f"--{name.replace('_', '-')}{value and '='}" if len(name) > 1 else f"-{name}"

@@ -532,9 +532,7 @@ class SplitTrainStep:
 
         return assign_at
 
-    def factor(
-        self, total: ReplicaContribution, call: Applied, num_contributions: int | None = None
-    ) -> tf.Tensor | float:
+    def factor(self, total: ReplicaContribution, call: Applied, num_contributions: int | None = None) -> Any:
         """Returns the factor from the sum of a call's gradients to those of one device; float64, for float64 models.
 
         It is computed from the sum of all but gradients.
