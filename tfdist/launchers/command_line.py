@@ -40,8 +40,9 @@ _SYNONYMS = (
     ("cpus_per_task", "c"),
     ("directory", "chdir", "D"),
 )
+_OF_GPUS = ("gpus", "num_gpus", "gpus_per_node", "gpus_per_worker")
 # Names that count something else than the flag that is meant, so that the number must not be copied.
-_OTHER_UNIT = ("nnodes", "nodes", "num_machines", "N", "gpus", "num_gpus", "gpus_per_node", "gpus_per_worker")
+_OTHER_UNIT = ("nnodes", "nodes", "num_machines", "N", *_OF_GPUS)
 # Flags that only launchers have which supervise the tasks themselves.
 _SUPERVISING = ("min_workers", "max_worker_restarts", "restart_backoff_secs", "run", "tee", "task_logs")
 # Beginnings of options that srun alone has; those of containers are of its plugin pyxis.
@@ -208,7 +209,7 @@ def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> s
         return f"unknown flag {written}; leave it away, because tasks learn from the launcher where they meet"
     if name == "n" and "namespace" in values and not value.isdecimal():
         return f"unknown flag -n; did you mean --namespace{value and f'={value}'}, or --num_workers?"
-    if "resources_per_worker" in values and name in _OTHER_UNIT[4:]:
+    if "resources_per_worker" in values and name in _OF_GPUS:
         return f"unknown flag {written}; write --resources_per_worker='{{\"GPU\": {value or 1}}}'"
     if meant := _counterpart(name, values):
         # Tasks of each host, where there are several hosts, are not all workers.

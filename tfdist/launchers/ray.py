@@ -32,7 +32,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.cluster import NOTICES_VARIABLE, Task
-from tfdist.launchers import command_line, environment, local, shape
+from tfdist.launchers import command_line, environment, local, requests, shape
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, check_command
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh import client
@@ -323,7 +323,7 @@ class RayTask:
             for number, data in parts:
                 self._outputs[number].write(data)
                 self._outputs[number].flush()
-        return code if code >= 0 else 128 - code
+        return requests.shell_code(code)
 
     def _with_addresses(self, own: str, host: str, port: int) -> dict[str, str]:
         """Returns the task's environment with the addresses of all members, once all have one.

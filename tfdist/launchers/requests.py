@@ -23,6 +23,11 @@ SENT_PREFIX = "TFDIST_SEND_"
 _MAX_BACKOFF_DOUBLINGS = 6
 
 
+def shell_code(code: int | None) -> int:
+    """Returns the exit code of a shell for the return code of `subprocess`: 128+N where signal N ended the process."""
+    return 128 - code if code and code < 0 else code or 0
+
+
 class LaunchError(ValueError):
     """The job can't be started. The message is one line."""
 

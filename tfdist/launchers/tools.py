@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist import _log
-from tfdist.launchers.requests import LaunchError, ToolError
+from tfdist.launchers.requests import LaunchError, ToolError, shell_code
 
 
 def find_tool(name: str, remedy: str) -> str:
@@ -93,7 +93,7 @@ def run_until_line(
             said = _contents(errors.fileno(), 0).decode("utf-8", "replace").strip()
             raise ToolError(f"{name} failed with exit code {code}: {said[-500:] or 'it said nothing'}")
         _pass_on(name, errors.fileno(), shown)
-    return code if code >= 0 else 128 - code
+    return shell_code(code)
 
 
 def _pass_on(name: str, descriptor: int, start: int) -> int:

@@ -28,7 +28,7 @@ from absl import flags
 from tfdist import _log
 from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError, shell_code
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, TERMINATED_EXIT_CODE, Exits, SlurmVerdict
 
@@ -163,7 +163,7 @@ class BatchJob:
             code = subprocess.Popen(srun, env={**os.environ, **self._environment()}).wait()
             if self._is_ending:
                 return TERMINATED_EXIT_CODE
-            return self._conclude(self._exits.verdict(code if code >= 0 else 128 - code))
+            return self._conclude(self._exits.verdict(shell_code(code)))
         except OSError as error:
             _log.say(f"can't run {srun[0]} in {pathlib.Path.cwd()}, which all hosts of the job should share: {error}")
             return 1

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdist import _log
 from tfdist.cluster import JOB_SECRET_VARIABLE, NOTICES_VARIABLE
-from tfdist.launchers.requests import SENT_PREFIX
+from tfdist.launchers.requests import SENT_PREFIX, shell_code
 from tfdist.launchers.ssh.task import HEARTBEAT_SECS, NOTICE
 from tfdist.launchers.supervise.notices import Reader
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     code = ssh.returncode
     if code == _SSH_FAILED:
         _log.say(f"the connection to {login} failed or broke (ssh exit code 255)")
-    return code if code >= 0 else 128 - code
+    return shell_code(code)
 
 
 def _wake_on_signals() -> int:

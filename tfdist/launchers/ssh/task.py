@@ -26,7 +26,7 @@ import tfdist
 from tfdist import _log
 from tfdist.cluster import Cluster, ClusterError
 from tfdist.launchers import environment
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import LaunchError, shell_code
 from tfdist.launchers.supervise.notices import Notices, not_joined
 from tfdist.launchers.supervise.processes import Supervisor
 from tfdist.launchers.supervise.wrapping import write_lines
@@ -142,7 +142,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         code = task.returncode or 0
         if code == 0 and not notices.has_joined:
             write_lines(task, _about_the_cluster(env), error=True)
-        return code if code >= 0 else 128 - code
+        return shell_code(code)
 
 
 def _about_the_cluster(env: Mapping[str, str]) -> list[str]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request, shell_code
 from tfdist.launchers.supervise.notices import ENDED, GIVEN_UP, Notices, not_joined
 from tfdist.launchers.supervise.output import Console, LogSettings, TaskLogs, without_noise
 from tfdist.launchers.supervise.processes import Process, Start, Supervisor, on_signals, start_guard
@@ -266,7 +266,7 @@ class Attempt:
         return self._tasks[name].host
 
     def _code(self, failed: Process) -> int:
-        return _NO_CONNECTION if self._host(failed.name) in self._unreachable else _exit_code(failed)
+        return _NO_CONNECTION if self._host(failed.name) in self._unreachable else shell_code(failed.returncode)
 
     def _orphan_secs(self) -> float:
         return self._request.orphan_secs if self._orphaned else 0.0
@@ -358,14 +358,9 @@ class Attempt:
         self._supervisor.say(lines)
 
 
-def _exit_code(process: Process) -> int:
-    code = process.returncode or 0
-    return code if code >= 0 else 128 - code
-
-
 def _how(process: Process) -> str:
     code = process.returncode or 0
-    return f"exit code {code}" if code > 0 else f"{_signal_name(-code)}, exit code {_exit_code(process)}"
+    return f"exit code {code}" if code > 0 else f"{_signal_name(-code)}, exit code {shell_code(code)}"
 
 
 def _last_lines(failed: Process) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist import _log
 from tfdist.cluster import Task
-from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, shell_code
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.notices import Notices, not_joined
 from tfdist.launchers.supervise.output import Console
@@ -91,8 +91,7 @@ def _wait(supervisor: Supervisor, task: Process, forwarded: Sequence[int], is_ov
             sent += 1
         ended = supervisor.wait_first_exit(_POLL_SECS if is_over else None)
         if ended is not None:
-            code = ended.returncode or 0
-            return code if code >= 0 else 128 - code
+            return shell_code(ended.returncode)
         if is_over is not None and is_over():
             supervisor.wait_first_exit(_OVER_SECS)
             supervisor.stop(grace_secs=_OVER_SECS)
