@@ -136,6 +136,12 @@ def static_size(batch: Any) -> int | None:
     return None if first is None else tf.TensorShape(first.shape).as_list()[0]
 
 
+def has_even_parts(element_spec: Any, num_parts: int) -> bool:
+    """Returns True if the shapes of such a batch say how many examples each of its parts has, as those of `cut` do."""
+    size = static_size(element_spec)
+    return size is not None and size % num_parts == 0 and isinstance(_first(element_spec), tf.TensorSpec)
+
+
 def rows(batch: Any) -> tf.Tensor | None:
     """The number of examples in a batch, int64; None if nothing in it has a batch dimension."""
     is_known = isinstance(_first(batch), _TENSORS)

@@ -75,7 +75,7 @@ class WorkerDataset(DistributedDataset):
         self._cardinality = tf.data.UNKNOWN_CARDINALITY if self._is_handed_out else int(dataset.cardinality())
         self.marks_end = engine.marks_end and self._cardinality == tf.data.UNKNOWN_CARDINALITY
         # Each part comes with the number of examples of its batch, unless shapes say it.
-        self._has_totals = self.num_parts > 1 and splitting.static_size(self.part_spec) is None
+        self._has_totals = self.num_parts > 1 and not splitting.has_even_parts(self.batch_spec, self.num_parts)
         self.kind = worker_batch.kind_of(engine, dataset.element_spec, self.marks_end, self._has_totals)
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
         self._described: DatasetGraph | None = None
