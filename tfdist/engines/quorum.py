@@ -487,12 +487,14 @@ class QuorumStep:
         calls, variables = self._step.calls(), self._step.variables()
         encoded = [index for index, each in enumerate(own.gradients) if isinstance(each, tf.Tensor)]
         total = self._add_up(own, encoded)
+        # Several calls may be equal.
+        unique = {id(each): each for each in calls}
+        factors = {key: self._step.factor(total, call) for key, call in unique.items()}
         final = [
-            contribution.times(given if each is None else each, self._step.factor(total, call))
+            contribution.times(given if each is None else each, factors[id(call)])
             for given, each, call in zip(own.gradients, total.gradients, calls, strict=True)
         ]
-        # Several calls may be equal.
-        for call in {id(each): each for each in calls}.values():
+        for call in unique.values():
             chosen = [index for index in encoded if calls[index] is call]
             given = [final[index] for index in chosen], [variables[index] for index in chosen]
             for index, found in zip(chosen, sum_gradients(call.optimizer, *given), strict=True):

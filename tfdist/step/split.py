@@ -202,8 +202,10 @@ class SplitTrainStep:
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
         share = functools.partial(losses.share_of_batch, batch, batch_rows, self._total_num_replicas)
+        weight, rows = self._weight(batch), splitting.rows(batch)
+        is_unknown = batch_rows is None and not self._is_even
         if self._total_num_replicas > 1:
-            weight_of = self._weight_of_number(batch, batch_rows, share)
+            weight_of = self._weight_of_number(rows, share) if is_unknown else None
             changed += losses.patches(self.model, share, weight_of, sums=self._sums, may_differ=self._is_relative)
         told = logs_of_metrics.MetricResults(self.model.metrics)
         changed += told.changes()
@@ -215,9 +217,7 @@ class SplitTrainStep:
             result = tf.autograph.experimental.do_not_convert(self._step.function)(handles.without_optionals(batch))
             self._notice_summaries()
         writes = scope.writes()
-        weight, rows = self._weight(batch), splitting.rows(batch)
         counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
-        is_unknown = batch_rows is None and not self._is_even
         are_sums = is_unknown and losses.are_sums(self.model)
         for call in layout.applied:
             call.are_sums = are_sums or (is_unknown and id(call.optimizer) in self._sums.optimizers)
@@ -267,23 +267,18 @@ class SplitTrainStep:
             self._said.add(line)
             _log.say(line)
 
-    def _weight_of_number(
-        self, batch: Any, batch_rows: tf.Tensor | None, share: Callable[[], Any]
-    ) -> Callable[[Any], Any]:
-        """Returns the weight of a number of the batch that a metric is given.
+    def _weight_of_number(self, rows: Any, share: Callable[[], Any]) -> Callable[[Any], Any]:
+        """Returns the weight of a number that a metric is given, where the examples of the whole batch are not known.
 
-        It is the replica's share; where that is not known, its examples, and counts are divided at the update. An
-        estimate of a sum over the whole batch counts as one of its replicas.
+        It is the replica's examples, and counts are divided at the update. An estimate of a sum over the whole batch
+        counts as one of its replicas.
         """
 
         def weight(metric: Any) -> Any:
-            rows = splitting.rows(batch)
-            is_known = batch_rows is not None or rows is None or splitting.static_size(batch)
-            if is_known or id(metric) in self._sums.metrics:
+            if id(metric) in self._sums.metrics:
                 return share()
             # Those of `Mean`, or of `Sum`. What a subclass counts besides is a sum.
-            found = [getattr(metric, name, None) for name in ("total", "count")]
-            self._layout.by_examples |= {id(variable) for variable in found if variable is not None}
+            self._layout.by_examples |= {id(getattr(metric, name, None)) for name in ("total", "count")}
             return rows
 
         return weight
@@ -374,8 +369,8 @@ class SplitTrainStep:
 
         def ship(tensor: Any, is_counted: bool = False) -> Callable[[ReplicaContribution], Any]:
             shipped.append(times(tf.cast(tensor, tf.float32), 1.0 if is_counted else weight))
-            index = len(shipped) - 1
-            return lambda total: _mean(total.logs[index], total, is_counted)
+            at = len(shipped) - 1
+            return lambda total: tf.math.divide_no_nan(total.logs[at], total.replicas if is_counted else total.weight)
 
         def log(leaf: Any) -> Callable[[ReplicaContribution], Any]:
             if isinstance(leaf, keras.Variable | tf.Variable):
@@ -551,10 +546,6 @@ class SplitTrainStep:
         mapping = list(zip(self.counters, counts, strict=True)) if counts is not None else []
         with keras.StatelessScope(mapping) if mapping else contextlib.nullcontext():
             return tf.nest.map_structure(lambda log: log(total), self._layout.logs)
-
-
-def _mean(value: tf.Tensor, total: ReplicaContribution, is_counted: bool = False) -> tf.Tensor:
-    return tf.math.divide_no_nan(value, total.replicas if is_counted else total.weight)
 
 
 # Computes the values that an update assigns to non-trainable variables from the values on the replicas.
