@@ -237,7 +237,7 @@ class FakeDataset:
             [FakeIterator(self._cluster, worker, size, position) for worker, size in enumerate(self._shares)]
         )
 
-    def iterate_piece(self, number: int, is_first: bool, share: int, start: int, step: int) -> FakeIterator:
+    def iterate_piece(self, number: int, share: int, start: int, step: int) -> FakeIterator:
         self._cluster.check_alive()
         return FakeIterator(self._cluster, share, self._shares[share], lambda share: start, step)
 

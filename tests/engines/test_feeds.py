@@ -36,9 +36,9 @@ class World:
 
     def _arrive(self, worker: int) -> None:
         position = self.feed._feed._position(worker)
-        self.feed.arrive(worker, self.iterate_piece(1, True, worker, position, 1))
+        self.feed.arrive(worker, self.iterate_piece(1, worker, position, 1))
 
-    def iterate_piece(self, number: int, is_first: bool, share: int, start: int, step: int) -> object:
+    def iterate_piece(self, number: int, share: int, start: int, step: int) -> object:
         return iter([(share, position) for position in range(start, self.sizes[share], step)])
 
     def step(self, worker: int, is_lost: bool = False) -> bool:

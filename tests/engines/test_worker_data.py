@@ -97,16 +97,15 @@ def orders_on_one_device(dataset: tf.data.Dataset, count: int) -> list[list[list
     return [[sorted(batch) for batch in dataset.as_numpy_iterator()] for _ in range(count)]
 
 
-def shuffled() -> tf.data.Dataset:
-    return tf.data.Dataset.range(24).shuffle(24, seed=3).batch(6)
+def shuffled(caches: bool = False) -> tf.data.Dataset:
+    data = tf.data.Dataset.range(24)
+    return (data.cache() if caches else data).shuffle(24, seed=3).batch(6)
 
 
 def read_batches(dataset: WorkerDataset, number: int) -> list[list[list[int]]]:
     """Returns the first batches, each as its elements, that each worker would read in a pass."""
     shares = dataset.iterate_on_workers(number).values
-    batches = [
-        [each[0] if isinstance(each, tuple) else each for each in itertools.islice(share, 4)] for share in shares
-    ]
+    batches = [[tf.nest.flatten(each)[0] for each in itertools.islice(share, 4)] for share in shares]
     return [[batch.numpy().tolist() for batch in each] for each in batches]
 
 
@@ -115,10 +114,11 @@ def by_turns(shares: list[list[list[int]]]) -> list[list[int]]:
     return [sorted(shares[batch % WORKERS][batch // WORKERS]) for batch in range(4)]
 
 
+@pytest.mark.parametrize("caches", [False, True], ids=["", "cached"])
 @pytest.mark.parametrize("sharding", ["shard", "deal"])
-def test_order_of_a_pass_is_that_of_one_device(engine: AsynchronousEngine, sharding: str) -> None:
+def test_order_of_a_pass_is_that_of_one_device(engine: AsynchronousEngine, sharding: str, caches: bool) -> None:
     """Keras makes an iterator between epochs that it never reads."""
-    dataset, expected = WorkerDataset(engine, shuffled(), sharding), orders_on_one_device(shuffled(), 4)
+    dataset, expected = WorkerDataset(engine, shuffled(caches), sharding), orders_on_one_device(shuffled(), 4)
     for number in (1, 3, 4):
         while dataset.begin_pass() < number:
             pass
@@ -178,7 +178,7 @@ def test_rest_of_a_share_has_the_order_of_the_pass(
         again = [batch.numpy().tolist() for batch in iterate(build())]
     assert again == read[1][2:]
     with as_worker(0):  # and another worker, for one that is not
-        taken_over = [batch.numpy().tolist() for batch in dataset.iterate_piece(3, False, 1, 1, 2)]
+        taken_over = [batch.numpy().tolist() for batch in dataset.iterate_piece(3, 1, 1, 2)]
     assert taken_over == read[1][1::2]
 
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +30,8 @@ _HANDLES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
 _BATCHING = ("BatchDataset", "PaddedBatchDataset", "ParallelBatchDataset")
 _NEEDLESS = ("Shuffle", "Cache", "Prefetch")
 _PASSING = (*_NEEDLESS, "Repeat", "Take", "Skip", "Options", "AssertCardinality", "Shard")
+# Of one input, which they have read to its end when they are at theirs. They may stand behind a cache.
+_EXHAUSTING = (*_BATCHING, "Shuffle", "Prefetch", "Map", "ParallelMap", "Filter", "Repeat", "Skip", *_PASSING[-3:])
 
 
 class DatasetGraph:
@@ -82,16 +85,19 @@ class DatasetGraph:
     @property
     def has_even_batches(self) -> bool:
         """True if all components of a batch surely have the same number of examples: `batch` made them."""
+        return self._before(_PASSING).op.startswith(_BATCHING)
+
+    def _before(self, names: tuple[str, ...]) -> Any:
+        """Returns the last operation that has none of these names; of what comes behind it, each has one input."""
         nodes = {node.name: node for node in self._graph.node}
         node = next(node for node in self._graph.node if node.op == "_Retval")
-        while node.op == "_Retval" or node.op.startswith(_PASSING):
+        while node.op == "_Retval" or node.op.startswith(names):
             node = nodes[node.input[0].split(":")[0]]
-        return node.op.startswith(_BATCHING)
+        return node
 
     def without_shuffles(self) -> tf.Tensor:
         """The same as `serialize`, in an order that is found at once: no buffer has to be filled."""
-        graph = tf.compat.v1.GraphDef()
-        graph.CopyFrom(self._graph)
+        graph = tf.compat.v1.GraphDef.FromString(self._graph.SerializeToString())
         nodes = {node.name: node for node in graph.node}
         for node in graph.node:
             for position, name in enumerate(node.input):
@@ -110,7 +116,7 @@ class DatasetGraph:
 
         Random operations without a seed get one, and parallel ones may no longer give out whatever is ready first.
         """
-        draw = random.Random(seed)
+        draw = functools.partial(random.Random(seed).randrange, 1, 2**31)
         for nodes in self._bodies():
             constants = {node.name: node for node in nodes if node.op == "Const"}
             for node in nodes:
@@ -119,7 +125,7 @@ class DatasetGraph:
                 if node.op in _SEED_INPUTS:
                     _seed_inputs(node, constants, draw)
                 elif "seed" in node.attr and "seed2" in node.attr and not (node.attr["seed"].i or node.attr["seed2"].i):
-                    node.attr["seed"].i, node.attr["seed2"].i = _draw(draw), _draw(draw)
+                    node.attr["seed"].i, node.attr["seed2"].i = draw(), draw()
 
     def fingerprint(self) -> str:
         """Returns text that differs where operations, constants, arrays or file names differ.
@@ -155,6 +161,25 @@ class DatasetGraph:
         """A string scalar from which `rebuild` makes the data set again."""
         return tf.constant(self._graph.SerializeToString())
 
+    def rebuilder(self) -> Callable[[], tuple[tf.data.Dataset, tf.data.Dataset]]:
+        """Returns a function that makes the data set again, with what is to be read to fill its cache.
+
+        That is the cache alone, so that no shuffle behind it draws an order; unless a pass may not read all of it.
+        """
+        graph, cache = tf.compat.v1.GraphDef(), self._before(_EXHAUSTING)
+        graph.CopyFrom(self._graph)
+        end = next(node for node in graph.node if node.op == "_Retval")
+        specs, names = [tf.data.DatasetSpec(self.element_spec)] * 2, [end.input[0]] * 2
+        if cache.op.startswith("CacheDataset"):
+            shapes, types = (cache.attr[name].list for name in ("output_shapes", "output_types"))
+            specs[1], names[1] = tf.data.DatasetSpec(tuple(map(tf.TensorSpec, shapes.shape, types.type))), cache.name
+        pair = graph.node.add(name="dataset_and_cache", op="TensorDataset", input=names)
+        pair.attr["Toutput_types"].list.type.extend([tf.variant.as_datatype_enum] * 2)
+        pair.attr["output_shapes"].list.shape.extend([tf.TensorShape([]).as_proto()] * 2)
+        end.input[0] = pair.name
+        text = tf.constant(graph.SerializeToString())
+        return lambda: rebuild(text, tuple(specs)).get_single_element()
+
     def _bodies(self) -> Iterable[Any]:
         """Yields the nodes of the graph, and those of each of its functions."""
         yield self._graph.node
@@ -167,21 +192,14 @@ def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
     return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
 
 
-def _seed_inputs(node: Any, constants: dict[str, Any], draw: random.Random) -> None:
+def _seed_inputs(node: Any, constants: dict[str, Any], draw: Callable[[], int]) -> None:
     names = [node.input[position].split(":")[0] for position in _SEED_INPUTS[node.op]]
     seeds = [constants[name] for name in names if name in constants]
     if len(seeds) < len(names) or any(_value(seed) for seed in seeds):
         return
     for seed in seeds:
-        tensor = seed.attr["value"].tensor
-        tensor.ClearField("tensor_content")
-        del tensor.int64_val[:]
-        tensor.int64_val.append(_draw(draw))
+        seed.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(draw(), tf.int64))
 
 
 def _value(constant: Any) -> int:
     return int(tf.make_ndarray(constant.attr["value"].tensor))
-
-
-def _draw(draw: random.Random) -> int:
-    return draw.randrange(1, 2**31)

@@ -69,16 +69,15 @@ def orders_of(dataset: tf.data.Dataset) -> Orders:
     return getattr(shuffle, _ORDERS)
 
 
-def begin_passes(dataset: tf.data.Dataset, count: int, caches: bool, begun: int = 0) -> None:
+def begin_passes(dataset: tf.data.Dataset, count: int, caches: bool = False) -> None:
     """Makes as many iterators as there were, so that the next one draws the order that comes after theirs.
 
     Args:
       dataset: a data set, of which each iterator draws another order.
       count: how many iterators to make.
       caches: whether it keeps what it has read, which is in the order of the first pass: that one is read.
-      begun: how many iterators it had before.
     """
-    for number in range(begun, begun + count):
+    for number in range(count):
         if caches and not number:
             read(dataset)
         else:

@@ -247,12 +247,7 @@ class ReplicaIterator(handles.HandleIterator):
 class _OwnIterator(ReplicaIterator):
     """One pass over a `ReplicaDatasetFromFunction`: gives handles without reading."""
 
-    def __init__(
-        self,
-        dataset: ReplicaDatasetFromFunction,
-        own: Sequence[Iterator[Any]],
-        count: int,
-    ) -> None:
+    def __init__(self, dataset: ReplicaDatasetFromFunction, own: Sequence[Iterator[Any]], count: int) -> None:
         # Counts only: the replicas read.
         super().__init__(dataset, itertools.repeat(True, count) if count >= 0 else itertools.repeat(True))
         self._own = own

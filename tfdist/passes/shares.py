@@ -117,7 +117,8 @@ class Shares:
 def _are_surely_even(strategy: Any, data: Any, batches: list[Any]) -> bool:
     """Returns True if, by the static shapes, all replicas have equally many examples."""
     is_alone = strategy.num_replicas_in_sync == len(batches)
-    if not _is_distributed(data) or (tf.executing_eagerly() and not is_alone):
+    is_distributed = all(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data))
+    if not is_distributed or (tf.executing_eagerly() and not is_alone):
         # Sizes of this worker's batches say nothing about other workers: outside of a graph every size is known.
         return False
     if not is_alone and any(map(_is_argument, tf.nest.flatten(batches, expand_composites=True))):
@@ -129,10 +130,6 @@ def _are_surely_even(strategy: Any, data: Any, batches: list[Any]) -> bool:
 
 def _is_argument(leaf: Any) -> bool:
     return tf.is_symbolic_tensor(leaf) and leaf.op.type == "Placeholder"
-
-
-def _is_distributed(data: Any) -> bool:
-    return all(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(data))
 
 
 # Every byte, as a string.

@@ -12,6 +12,7 @@ a small last batch leaves whole workers without a step.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,7 +61,9 @@ def deal(
         pieces = [cut(batch, part, num_parts) for part in parts]
         if with_totals:
             pieces = [(piece, rows(batch)) for piece in pieces]
-        return pieces[0] if len(pieces) == 1 else _in_turn(pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, pieces))
 
     if len(parts) == 1:
         transform = mapped or dataset.map
@@ -316,13 +319,6 @@ def _with_size(piece: tf.Tensor, size: int | None) -> tf.Tensor:
         # Forgets what static slicing found out.
         return tf.raw_ops.PlaceholderWithDefault(input=piece, shape=[None, *piece.shape.as_list()[1:]])
     return tf.ensure_shape(piece, [size, *piece.shape.as_list()[1:]])
-
-
-def _in_turn(pieces: list[Any]) -> tf.data.Dataset:
-    dataset = tf.data.Dataset.from_tensors(pieces[0])
-    for piece in pieces[1:]:
-        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(piece))
-    return dataset
 
 
 def _with_cardinality(dealt: tf.data.Dataset, dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:

@@ -184,7 +184,7 @@ class WorkerDataset(DistributedDataset):
     def local_iterator(self, number: int) -> Iterator[Any]:
         """Returns the chief's own iterator, over the whole data set, in the order of this pass."""
         begun, self._orders.by_chief = self._orders.by_chief, max(number, self._orders.by_chief)
-        progress.begin_passes(self.own, number - 1 - begun, caches=False)
+        progress.begin_passes(self.own, number - 1 - begun)
         return iter(self.own)
 
     def share(self, worker: int) -> int | None:
@@ -223,7 +223,6 @@ class WorkerDataset(DistributedDataset):
           position: Returns the number of batches that a worker skips; a restarted worker continues its share.
         """
         self.passes_read += 1
-        is_first = self.passes_read == 1
         create = functools.partial(coordinator.create_on_workers, self._engine.coordinator)
         if self._shipped is None:
             self._build = self._shares()
@@ -231,24 +230,23 @@ class WorkerDataset(DistributedDataset):
 
         def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
             worker = coordinator.this_worker()
-            self._begun[worker] = self._catch_up(dataset, self._begun[worker], number, is_first)
+            self._begun[worker] = self._catch_up(dataset, self._begun[worker], number)
             count = position(worker)
             return iter(dataset.skip(count) if count else dataset)
 
         return create(iterate, self._shipped)
 
-    def iterate_piece(self, number: int, is_first: bool, share: int, start: int, step: int) -> Iterator[Any]:
+    def iterate_piece(self, number: int, share: int, start: int, step: int) -> Iterator[Any]:
         """Returns an iterator over every `step`-th batch of a share from `start` on, on the worker of this thread.
 
         Args:
           number: of the pass.
-          is_first: True if it is the first pass that workers read.
           share: index of the worker whose share it is.
           start: position in the share.
           step: distance of the batches.
         """
         dataset = self._build_share(share)
-        self._catch_up(dataset, 0, number, is_first)
+        self._catch_up(dataset, 0, number)
         return iter(dataset.skip(start).shard(step, 0))
 
     def _build_own(self) -> tf.data.Dataset:
@@ -263,37 +261,33 @@ class WorkerDataset(DistributedDataset):
         return self._build_share(worker)
 
     def _build_share(self, share: int) -> tf.data.Dataset:
-        dataset = self._build(share)
-        if self._sharding in ("shard", "deal") and self._cardinality >= 0 and self._graph().caches:
+        dataset, cache = self._build(share)
+        is_left_early = self._sharding in ("shard", "deal") and self._cardinality >= 0
+        if self._graph().caches and (is_left_early or self.passes_read > 1):
             # A pass of known length ends with the worker's last batch, mostly before the end of the data. The cache
             # would stay incomplete, and be filled anew in another order than on the other workers. Data of unknown
             # length are read to their end, and endless ones have none.
-            progress.read(dataset)
+            progress.read(cache)
         return dataset
 
-    def _catch_up(self, dataset: tf.data.Dataset, begun: int, number: int, is_first: bool) -> int:
+    def _catch_up(self, dataset: tf.data.Dataset, begun: int, number: int) -> int:
         """Advances a share to the order that pass `number` has on one device, and on the other workers.
 
-        Each iterator draws a new order. A cache has the order of the first pass, which must be read if this worker has
-        rebuilt its share.
-
         Args:
-          dataset: the share.
+          dataset: the share, of which each iterator draws a new order.
           begun: number of iterators over it so far.
           number: of the pass.
-          is_first: True if it is the first pass that workers read.
 
         Returns:
           The number of iterators over it with that of this pass.
         """
-        caches = not is_first and self._graph().caches
         # Each iterator joins another iteration of a job.
-        if caches or self._graph().shuffles or self._is_handed_out:
-            progress.begin_passes(dataset, number - 1 - begun, caches, begun)
+        if self._graph().shuffles or self._is_handed_out:
+            progress.begin_passes(dataset, number - 1 - begun)
         return max(begun, number)
 
-    def _shares(self) -> Callable[[int], tf.data.Dataset]:
-        """Returns a function that rebuilds a share, called with a worker as the default device."""
+    def _shares(self) -> Callable[[int], tuple[tf.data.Dataset, tf.data.Dataset]]:
+        """Returns a function that rebuilds a share, and what fills its cache, where a worker is the default device."""
         is_shared = self._sharding in ("shard", "deal")
         if is_shared:
             # Shares of different orders would overlap.
@@ -301,25 +295,25 @@ class WorkerDataset(DistributedDataset):
         build = self._rebuilder(self._graph(), self._engine.num_workers if is_shared else 1)
         return lambda share: build(tf.constant(share if is_shared else 0, tf.int64))
 
-    def _rebuilder(self, graph: DatasetGraph, num_shards: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
-        """Returns a function from the index of a shard to the shard; it contains the data set."""
+    def _rebuilder(self, graph: DatasetGraph, num_shards: int) -> Callable[[tf.Tensor], Any]:
+        """Returns a function from the index of a shard to the shard, and to what fills its cache."""
         if graph.num_bytes > _MAX_SHIPPED_BYTES:
             raise ValueError(
                 f"The data set holds {graph.num_bytes / 2**30:.1f} GiB in memory, more than the 2 GiB that a worker "
                 "can be sent; read it from files with tf.data instead of passing arrays."
             )
-        text, spec = graph.serialize(), self.batch_spec
+        rebuilt = graph.rebuilder()
 
         @tf.function(autograph=False)
-        def build(shard: tf.Tensor) -> tf.data.Dataset:
-            dataset = rebuild(text, spec)
+        def build(shard: tf.Tensor) -> tuple[tf.data.Dataset, tf.data.Dataset]:
+            dataset, cache = rebuilt()
             if self._sharding == "deal":
                 # A single worker reads whole batches, of any structure.
                 parts = self._dealt(dataset, [shard], num_shards) if num_shards > 1 else dataset
                 parts = self._marked(parts).prefetch(1)
                 # A worker whose contribution was withdrawn makes another one for the same update: it needs more data.
-                return splitting.not_read_ahead(parts.repeat(2)) if self.cardinality >= 0 else parts
-            return self._marked(self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset))
+                return splitting.not_read_ahead(parts.repeat(2)) if self.cardinality >= 0 else parts, cache
+            return self._marked(self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)), cache
 
         return build.get_concrete_function(tf.TensorSpec([], tf.int64))
 
@@ -358,7 +352,7 @@ class WorkerDatasetFromFunction(WorkerDataset):
         count = self._counts[worker]
         return None if count == tf.data.UNKNOWN_CARDINALITY else sys.maxsize if count < 0 else count
 
-    def _shares(self) -> Callable[[int], tf.data.Dataset]:
+    def _shares(self) -> Callable[[int], tuple[tf.data.Dataset, tf.data.Dataset]]:
         builds = [self._rebuilder(DatasetGraph(dataset), 1) for dataset in self._datasets]
         return lambda worker: builds[worker](tf.constant(0, tf.int64))
 

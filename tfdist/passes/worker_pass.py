@@ -256,7 +256,7 @@ class WorkerFeed:
         opened, iterator = self._opened.get(worker, (None, None))
         if opened is not piece:
             place = piece.share, piece.position, piece.step
-            iterator = self._dataset.iterate_piece(self._number, self._number_read == 1, *place)
+            iterator = self._dataset.iterate_piece(self._number, *place)
             self._opened[worker] = piece, iterator
         return iterator
 
