@@ -223,9 +223,7 @@ def test_strangers_that_came_first_and_stay_delay_no_meeting(words):
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        *(b"", b"\xff\n", b"[" * 60_000 + b"\n", b"[1]\n", b'{"versions": 1}\n', b"{}\n", b"1" * 5000 + b"\n"),
-    ],
+    [b"", b"\xff\n", b"[" * 60_000 + b"\n", b"[1]\n", b'{"versions": 1}\n', b"{}\n", b"1" * 5000 + b"\n"],
 )
 def test_garbage_at_a_tasks_address_is_a_line(answer):
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -266,15 +264,6 @@ def test_as_all_tasks_of_a_launch():
 # The command line.
 
 
-def test_the_exit_code(monkeypatch, capsys):
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    assert cli.main(["doctor"]) == 0
-    monkeypatch.setenv("TF_CONFIG", "{}")
-    assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().out.endswith("1 thing is wrong\n")
-
-
 @pytest.mark.parametrize(
     ("states", "code", "last"),
     [
@@ -294,8 +283,7 @@ def test_the_last_line(monkeypatch, capsys, states, code, last):
     ("arguments", "words"),
     [
         (["--timeout_secs=0"], "tfdist: --timeout_secs must be a number >= 0.1"),
-        (["--tiemout_secs=1"], "tfdist: unknown flag --tiemout_secs; did you mean --timeout_secs=1?"),
-        (["now"], "tfdist: tfdist doctor takes flags only"),
+        (["now"], "tfdist: give flags only. Received: now (see tfdist doctor --help)"),
         (["--json=links.json"], "tfdist: --json is for --measure; give both. Received: --json=links.json"),
     ],
 )

@@ -122,7 +122,15 @@ ARROWS: dict[str, set[str]] = {
     "update_log": {"telemetry.update_log"},
     "flags": {"__init__", "callbacks", "cluster", "policies", "strategies"},
     "planning.simulation": {"policies"},
-    "planning.simulate": {"__init__", "_files", "flags", "launchers", "planning.simulation", "telemetry.update_log"},
+    "planning.simulate": {
+        "__init__",
+        "_files",
+        "_log",
+        "flags",
+        "launchers",
+        "planning.simulation",
+        "telemetry.update_log",
+    },
     "planning.replay": {"flags", "planning.simulation", "policies", "telemetry", "telemetry.update_log"},
     "planning": {
         "_files",
@@ -161,7 +169,7 @@ ARROWS: dict[str, set[str]] = {
     "watching.tensorboard": {"planning.replay", "policies", "telemetry", "telemetry.update_log"},
     "watching": {"_files", "_log", "launchers", "policies", "telemetry", "telemetry.update_log"},
     "doctor.measure": {"_files", "_log", "_sockets", "cluster"},
-    "doctor": {"__init__", "_log", "_sockets", "cluster", "doctor.measure", "launchers"},
+    "doctor": {"__init__", "_log", "_sockets", "cli", "cluster", "doctor.measure", "launchers"},
     "cli": {"__init__", "_log", "launchers"},
     "__main__": {"cli"},
     # Its names are resolved on first use, so importing it imports none of its parts.

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from absl import flags
 
 import tfdist
 from tfdist import _log
+from tfdist.launchers.command_line import COMMANDS, LAUNCHERS
 from tfdist.launchers.requests import LaunchError, ToolError
 
 _USAGE_ERROR = 2
@@ -40,14 +42,6 @@ Starts the same script as every task of a cluster, each with its own TF_CONFIG.
 
 platforms (tfdist launch PLATFORM --help lists the flags of one):
 """
-# Modules with `main(arguments)`, imported only when they are used.
-COMMANDS = {
-    "doctor": "tfdist.doctor.__main__",
-    "profile": "tfdist.planning.profile_command",
-    "advise": "tfdist.planning.advise",
-    "simulate": "tfdist.planning.simulate",
-    "watch": "tfdist.watching.watch",
-}
 PLATFORMS = {
     "local": "processes on this machine",
     "ssh": "machines reached by ssh",
@@ -56,14 +50,15 @@ PLATFORMS = {
     "tpu": "a TPU VM",
     "ray": "a Ray cluster",
 }
-# As COMMANDS.
-LAUNCHERS = {
-    "local": "tfdist.launchers.local",
-    "ssh": "tfdist.launchers.ssh.launcher",
-    "slurm": "tfdist.launchers.slurm.launcher",
-    "kubernetes": "tfdist.launchers.kubernetes.launcher",
-    "tpu": "tfdist.launchers.tpu",
-    "ray": "tfdist.launchers.ray",
+
+
+_OTHER_NAMES = {
+    "launch": "run start submit",
+    "local": "localhost torchrun horovodrun accelerate mpirun",
+    "slurm": "sbatch srun",
+    "kubernetes": "k8s kube kubectl",
+    "tpu": "gcloud gcp",
+    "watch": "top status",
 }
 
 
@@ -98,11 +93,7 @@ def _run(arguments: list[str]) -> int:
     if arguments[0] in COMMANDS:
         return _call(COMMANDS[arguments[0]], arguments[1:], f"tfdist {arguments[0]}")
     if arguments[0] != "launch":
-        if arguments[0].endswith(".py"):
-            raise _UsageError(f"no command is given; did you mean tfdist launch local {arguments[0]}?")
-        *names, last = ("launch", *COMMANDS)
-        known = f"{', '.join(names)} or {last}"
-        raise _UsageError(f"unknown command; use {known} (see tfdist --help). Received: {arguments[0]!r}")
+        raise _unknown("command", arguments[0], ("launch", *COMMANDS), "tfdist --help")
     return _launch(arguments[1:])
 
 
@@ -112,14 +103,20 @@ def _launch(arguments: list[str]) -> int:
         return _print(_LAUNCH_USAGE + platforms, asked=bool(arguments))
     platform, *rest = arguments
     if platform not in PLATFORMS:
-        known = ", ".join(PLATFORMS)
-        if platform.startswith("-") or platform.endswith(".py"):
-            raise _UsageError(
-                f"name the platform first; did you mean tfdist launch local {platform} ...? There is: {known} "
-                f"(see tfdist launch --help)"
-            )
-        raise _UsageError(f"unknown platform; there is: {known} (see tfdist launch --help). Received: {platform!r}")
+        raise _unknown("platform", platform, PLATFORMS, "tfdist launch --help")
     return _call(LAUNCHERS[platform], rest, f"tfdist launch {platform}")
+
+
+def _unknown(kind: str, given: str, known: Collection[str], page: str) -> _UsageError:
+    """Returns the error for an unknown command or platform, with the one that was probably meant."""
+    words = {name: name for name in known} | {name: f"launch {name}" for name in PLATFORMS}
+    closest = difflib.get_close_matches(given, words, 1)
+    meant = [words[name] for name, others in _OTHER_NAMES.items() if given in others.split() and name in words]
+    meant += [words[name] for name in closest]
+    if given.endswith(".py") or (given.startswith("-") and known is PLATFORMS):
+        meant = [f"launch local {given}"]
+    hint = f"; did you mean tfdist {meant[0]}? There" if meant else "; there"
+    return _UsageError(f"unknown {kind}{hint} is: {', '.join(known)} (see {page}). Received: {given!r}")
 
 
 def _call(module: str, arguments: list[str], command: str) -> int:

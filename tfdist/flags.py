@@ -25,7 +25,7 @@ import importlib
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
@@ -131,35 +131,39 @@ def parse_policy(text: str, flag: str = "--tfdist_policies") -> Any:
     Raises:
       ValueError: the text is invalid, or the policy refuses the arguments.
     """
-    name, arguments, keywords = _parse_call(text, flag)
-    known = _policies()
+    homes = {name: home for name, home in tfdist.MODULE_OF.items() if home.startswith("tfdist.policies.")}
+    return build(text, flag, "policy", homes, "Warmup(epochs=1)")
+
+
+def build(text: str, flag: str, kind: str, known: Mapping[str, Callable[..., Any] | str], example: str) -> Any:
+    """Builds an object from text such as "Name(1, key=2)", or "Name"; see `parse_policy`.
+
+    Args:
+      text: the text.
+      flag: name of the flag in messages.
+      kind: kind of the object in messages.
+      known: what builds it, by name; or the module that has it.
+      example: a text that is valid.
+    """
+    name, arguments, keywords = _parse_call(text, flag, kind, example)
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(known))}."
-        raise ValueError(f"{flag} names no policy; {hint} Received: {text!r}")
-    policy = known[name]()
+        raise ValueError(f"{flag} names no {kind}; {hint} Received: {text!r}")
+    found = known[name]
+    builder = getattr(importlib.import_module(found), name) if isinstance(found, str) else found
     try:
-        return policy(*arguments, **keywords)
+        return builder(*arguments, **keywords)
     except TypeError as error:
         problem = " ".join(str(error).replace(f"{name}.__init__()", name).split())
-        taken = ", ".join(inspect.signature(policy).parameters) or "nothing"
+        taken = ", ".join(inspect.signature(builder).parameters) or "nothing"
         raise ValueError(f"{flag}: {problem}; {name} takes {taken}. Received: {text!r}") from None
     except ValueError as error:
         raise ValueError(" ".join(f"{flag}={text}: {error}".split())) from None
 
 
-def _policies() -> dict[str, Callable[[], Callable[..., Any]]]:
-    """Returns a function for each public policy, by name, that imports the policy's class."""
-    homes = {name: home for name, home in tfdist.MODULE_OF.items() if home.startswith("tfdist.policies.")}
-    return {name: functools.partial(_attribute, home, name) for name, home in homes.items()}
-
-
-def _attribute(home: str, name: str) -> Any:
-    return getattr(importlib.import_module(home), name)
-
-
-def _parse_call(text: str, flag: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Parses "Name(1, key=2)", or "Name", into the name, the arguments and the keyword arguments."""
+def _parse_call(text: str, flag: str, kind: str, example: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Parses the text of `build` into the name, the arguments and the keyword arguments."""
     try:
         if len(text) > _MAX_TEXT:
             raise ValueError("too long")
@@ -174,7 +178,7 @@ def _parse_call(text: str, flag: str) -> tuple[str, list[Any], dict[str, Any]]:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         shown = text if len(text) <= _MAX_TEXT else f"{text[:100]}..."
         raise ValueError(
-            f"{flag} is no policy with plain arguments; write it as {flag}='Warmup(epochs=1)'. Received: {shown!r}"
+            f"{flag} is no {kind} with plain arguments; write it as {flag}='{example}'. Received: {shown!r}"
         ) from None
     return call.func.id, arguments, keywords
 

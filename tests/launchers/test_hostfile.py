@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts from files and flags; every malformed line is reported with its number."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfdist.launchers.kubernetes import launcher as kubernetes
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.ssh import launcher as ssh
 from tfdist.launchers.ssh.launcher import Host
@@ -37,7 +40,7 @@ def test_a_flag():
         ("a cores=2", 'hostfile, line 1: the option of the host is invalid; write "host", "user@host slots=2"'),
         ("a\n-oProxyCommand=x", "hostfile, line 2: the name of the host is invalid"),
         ("a\n\nb$c", "hostfile, line 3: the name of the host is invalid"),
-        ("a\nb\nA slots=2", "hostfile, line 3: the host is on line 1 already"),
+        ("a\nb\nA slots=2", "hostfile, line 3: the host was named before; add its slots there"),
         ("a address=::1", "hostfile, line 1: the address has more than one colon"),
         ("1.2.3", "hostfile, line 1: the address has a host that looks like an IPv4 address"),
     ],
@@ -50,20 +53,20 @@ def test_malformed_lines(text, words):
 
 @pytest.mark.parametrize("text", ["a,", ",a", "a b", "a#", "a:0", "a:", "a:x", "a,a"])
 def test_malformed_flags(text):
-    with pytest.raises(LaunchError, match="--hosts"):
+    with pytest.raises(LaunchError, match=r"^--hosts: .*; write --hosts=a,user@b:2. Received: ") as caught:
         ssh.hosts_from_flag(text)
+    assert str(caught.value).endswith(repr(text))
 
 
-def test_a_file_that_is_no_text(tmp_path):
-    path = tmp_path / "hosts"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(LaunchError, match="--hostfile is not a text file"):
-        ssh.read_hostfile(str(path))
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(LaunchError, match=r"--hostfile can't be read: No such file or directory. Received: '.*hosts'"):
-        ssh.read_hostfile(str(tmp_path / "hosts"))
+@pytest.mark.parametrize("read", [ssh.read_hostfile, kubernetes.read_patches])
+def test_a_file_that_can_not_be_read(read, tmp_path):
+    no_text, absent = tmp_path / "no_text", tmp_path / "absent"
+    no_text.write_bytes(b"\xff\xfe")
+    for path, problem in ((no_text, "it is not text in UTF-8"), (absent, "No such file or directory")):
+        with pytest.raises(LaunchError) as caught:
+            read(str(path))
+        problem = f"can't be read: {problem}; name a file that exists. Received: {str(path)!r}"
+        assert re.fullmatch(rf"--(hostfile|patch) {re.escape(problem)}", str(caught.value))
 
 
 @pytest.mark.parametrize("cases", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])

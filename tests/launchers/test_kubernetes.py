@@ -240,7 +240,7 @@ spec: {ttlSecondsAfterFinished: null, template: {spec: {tolerations: [{key: gpu}
         ("kind: Pod", "--patch is for none of the objects; give kind, and name in metadata, of one of Secret run1, "),
         ("kind: Job\nmetadata: {name: other}", "--patch is for none of the objects"),
         ("- a list", "--patch is for none of the objects"),
-        ("{", "--patch can't be read: "),
+        ("{", "--patch is no YAML: "),
     ],
 )
 def test_patch_for_no_object_is_one_line(tmp_path, text, words):

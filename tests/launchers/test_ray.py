@@ -50,7 +50,7 @@ def test_missing_resources_are_named_with_free_ones(wanted, free, words):
         ({"resources_per_worker": {"CPU": "2"}}, "--resources_per_worker must be numbers by name, not all 0, such as"),
         ({"runtime_env": [1]}, "--runtime_env is no JSON object, such as {}. Received: 1"),
         ({"strategy": "WIDE"}, "--strategy must be one of PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
-        ({"gpus_per_worker": 1}, "unknown flag --gpus_per_worker; write --resources_per_worker='{\"GPU\": 1}'"),
+        ({"gpus_per_worker": 1}, "unknown flag --gpus_per_worker; did you mean --resources_per_worker='{\"GPU\": 1}'"),
         ({"num_workers": 2, "min_workers": 3}, "--min_workers is out of range"),
         ({"copy": True}, "the script does not exist"),
         ({}, f"{sys.executable} has no package ray; install it: pip install 'tfdist[ray]'"),

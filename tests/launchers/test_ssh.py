@@ -325,7 +325,7 @@ print(os.environ["FAKE_HOST"], *workers)
         (["--hosts=alpha:2", "--gpus_per_worker=500"], "alpha has 0 GPUs where 1000 are asked for"),
         (["--hosts=silent", "--num_workers=1", "--preflight_secs=0.5"], "silent did not answer within 0.5 s"),
         ([], "say where to run by one of --hosts=a,b and --hostfile=FILE. Received: neither"),
-        (["--hostfile=nope"], "--hostfile can't be read: No such file or directory. Received: 'nope'"),
+        (["--hostfile=nope"], "--hostfile can't be read: No such file or directory; name"),
         (["--hosts=alpha", "--num_workers=2"], "the hosts have too few slots for 2 tasks"),
     ],
 )

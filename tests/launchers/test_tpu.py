@@ -43,7 +43,7 @@ def test_types(name, chips, hosts):
         (lambda: tpu.from_type("v4-12"), "--accelerator_type=v4-12 makes no whole hosts of 4 chips"),
         (lambda: job(name="My_TPU"), "--name is no name for a TPU"),
         (lambda: job(name="a" * 64), "--name is no name for a TPU; use up to 63"),
-        (lambda: job(zone=""), "--zone is missing or malformed"),
+        (lambda: job(zone=""), "--zone is missing; write the TPU's, such as --zone=us-central2-b. Received: nothing"),
         (lambda: job(accelerator_type="v4-32"), "--version is no runtime for 4 hosts; use tpu-vm-tf-VERSION-pod-pjrt"),
     ],
 )

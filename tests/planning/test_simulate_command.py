@@ -32,7 +32,9 @@ def test_flags_say_all_and_json_has_the_result(tmp_path: pathlib.Path, capsys: p
     assert result["updates_per_sec"] == pytest.approx(50 / result["seconds"])
     assert set(result["links"]) == {"from the servers", "to the servers"}
     assert cli.main(["simulate", *arguments]) == 0
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr() == (shown, "")
+    assert cli.main(["simulate", "--step_secs=1s"]) == 0
+    assert capsys.readouterr().err.startswith("tfdist: simulated is ParameterServerStrategy with one parameter server;")
 
 
 def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
@@ -75,23 +77,35 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
     ("arguments", "line"),
     [
         (["--nope=1"], "unknown flag --nope (see tfdist simulate --help)"),
-        (["train.py"], "tfdist simulate takes flags only; see tfdist simulate --help. Received: 'train.py'"),
+        (["train.py"], "give flags only. Received: train.py (see tfdist simulate --help)"),
         (["--bandwidth=10Gbitt"], "--bandwidth has no known unit; write it like 10Gbit or 1GB/s. "),
         (["--bandwidth=-1Gbit"], "--bandwidth "),
-        (["--workers=0"], "--workers must be an integer of at least 1. Received: --workers=0"),
+        (["--workers=0"], "--workers must be an integer of at least 1. Received: workers=0"),
         (["--workers=many"], "--workers must be an integer, such as --workers=1. Received: --workers=many"),
-        (["--compute=pareto(mean=1, a=1)"], "--compute: pareto(a=...): there is a mean only for a > 1. "),
-        (["--compute=lognormal"], "--compute: write it with its parameters, like lognormal(mean=0.2"),
+        (
+            ["--compute=pareto(mean=1, a=1)"],
+            "--compute=pareto(mean=1, a=1): pareto(a=...): there is a mean only for a > 1. ",
+        ),
+        (["--compute=lognormal"], "--compute: lognormal() missing 2 required positional arguments"),
         (["--policies=Backup(1)"], "--policies names no policy; did you mean BackupWorkers?"),
         (["--sparse_table=many"], "--sparse_table: write it like 2000x256B. Received: 'many'"),
-        ([], "no step time is known; give "),
+        ([], "no step time is known; give --compute a distribution, such as constant(secs=0.1), or --step_secs a time"),
         (
             ["--step_secs=1s", "--strategy=multi_worker", "--policies=SoftSync(1)"],
-            "--policies: SoftSync(updates=1) does ",
+            "policies: SoftSync(updates=1) does ",
         ),
-        (["--codec=0.5"], "--codec: write it with its parameters, like CodecModel(ratio=0.5). Received: '0.5'"),
-        (["--codec=CodecModel(speed=3)"], "--codec: write it like CodecModel(ratio=0.5), with ratio, "),
-        (["--codec=CodecModel(ratio=-1)"], "CodecModel(ratio=...) must be a number above 0. Received: -1"),
+        (
+            ["--codec=0.5"],
+            "--codec is no codec with plain arguments; write it as --codec='CodecModel(ratio=0.5)'. Received: '0.5'",
+        ),
+        (
+            ["--codec=CodecModel(speed=3)"],
+            "--codec: CodecModel got an unexpected keyword argument 'speed'; CodecModel takes ratio, ",
+        ),
+        (
+            ["--codec=CodecModel(ratio=-1)"],
+            "--codec=CodecModel(ratio=-1): CodecModel(ratio=...) must be a number above 0. Received: -1",
+        ),
         (
             ["--step_secs=1s", "--overlap=2", "--strategy=multi_worker"],
             "--overlap must be a share from 0 to 1. Received: 2.0",
@@ -105,6 +119,10 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
         (
             ["--step_secs=1s", "--compute=constant(secs=1)"],
             "--compute is the time of a step already; leave --step_secs",
+        ),
+        (
+            ["--step_secs=1s", "--log_dir=/dev/null/a"],
+            "--log_dir has a folder that can't be created: Not a directory; use",
         ),
         (["--step_secs=1s", "--json=/"], "--json: the file can't be written (Is a directory)"),
     ],

@@ -158,8 +158,6 @@ the other tasks can be reached. Returns 0 if nothing is wrong, else 1.
   tfdist launch ssh --hosts=a,b -m tfdist.doctor --meet_secs=60    all machines of a cluster, from each other
   tfdist launch ssh --hosts=a,b -m tfdist.doctor --measure         bandwidth and latency between all machines
   tfdist doctor --firewall_rules                                   prints rules that let only the job's hosts in
-
-flags:
 """
 _OF_MEASURE = ("measure_secs", "link_secs", "link_bytes", "json")
 OK, WARNING, WRONG = "ok", "warning", "wrong"
@@ -185,24 +183,11 @@ class Finding:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist doctor`.
+    """Runs `tfdist doctor`. See `command_line.run_command`; 1 if something is wrong, 0 also with warnings."""
+    return command_line.run_command(_USAGE, define_flags, arguments, _run, takes="")
 
-    Args:
-      arguments: the command line after the command's name.
 
-    Returns:
-      0 if nothing is wrong (there may be warnings), else 1.
-
-    Raises:
-      FlagError: a flag is unknown or its value can't be parsed.
-      LaunchError: the command line has an argument that is no flag.
-    """
-    values, rest = command_line.parse(define_flags, arguments)
-    if values.help:
-        sys.stdout.write(_USAGE + command_line.describe(values))
-        return 0
-    if rest:
-        raise LaunchError(f"tfdist doctor takes flags only; see tfdist doctor --help. Received: {rest[0]!r}")
+def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
     for name in _OF_MEASURE if not values.measure else ():
         if values[name].present:
             raise LaunchError(f"--{name} is for --measure; give both. Received: --{name}={values[name].value}")
@@ -247,27 +232,18 @@ def _summary(states: Sequence[str]) -> str:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist doctor`."""
-    flags.DEFINE_float("timeout_secs", 5.0, "seconds for another task to answer", lower_bound=0.1, flag_values=values)
-    flags.DEFINE_float(
-        "meet_secs",
-        0.0,
-        "seconds to wait for the other tasks, which run this too",
-        lower_bound=0.0,
-        flag_values=values,
-    )
-    flags.DEFINE_boolean(
-        "measure", False, "measure the links between the tasks, which run this too", flag_values=values
-    )
     number = functools.partial(flags.DEFINE_float, lower_bound=0.1, flag_values=values)
+    number("timeout_secs", 5.0, "seconds for another task to answer")
+    number("meet_secs", 0.0, "seconds to wait for the other tasks, which run this too", lower_bound=0.0)
     number("measure_secs", 120.0, "longest time of --measure for all links together")
     number("link_secs", 1.0, "longest time for the bandwidth of one link")
     flags.DEFINE_integer("link_bytes", 2**26, "most bytes over one link", lower_bound=2**16, flag_values=values)
-    flags.DEFINE_string(
-        "json", None, "file for the links, which the first task writes for tfdist advise", flag_values=values
-    )
-    flags.DEFINE_boolean(
-        "firewall_rules", False, "print rules for nft that let only the job's hosts in", flag_values=values
-    )
+    table = {
+        "measure": (False, "measure the links between the tasks, which run this too"),
+        "json": ("", "file for the links, which the first task writes for tfdist advise"),
+        "firewall_rules": (False, "print rules for nft that let only the job's hosts in"),
+    }
+    command_line.define(values, table)
 
 
 def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -482,4 +458,6 @@ def _connect(address: str, timeout_secs: float) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from tfdist import cli
+
+    sys.exit(cli.main(["doctor", *sys.argv[1:]]))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import pathlib
 import re
 import sys
@@ -12,41 +13,69 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import flags
 
 from tfdist import _log
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import LaunchError, read_file
 
+# Modules of the commands with `main(arguments)` and `define_flags(values)`, imported only when they are used.
+LAUNCHERS = {
+    "local": "tfdist.launchers.local",
+    "ssh": "tfdist.launchers.ssh.launcher",
+    "slurm": "tfdist.launchers.slurm.launcher",
+    "kubernetes": "tfdist.launchers.kubernetes.launcher",
+    "tpu": "tfdist.launchers.tpu",
+    "ray": "tfdist.launchers.ray",
+}
+COMMANDS = {
+    "doctor": "tfdist.doctor.__main__",
+    "profile": "tfdist.planning.profile_command",
+    "advise": "tfdist.planning.advise",
+    "simulate": "tfdist.planning.simulate",
+    "watch": "tfdist.watching.watch",
+}
 # Names of one flag in several commands, ours first, then those of torchrun, horovodrun, accelerate, mpirun and Slurm.
 _SYNONYMS = (
-    ("tasks_per_node", "ntasks_per_node", "nproc_per_node"),
-    ("num_workers", "workers", "replicas", "num_processes", "nproc_per_node", "num_proc", "nproc", "nprocs", "np", "n"),
-    ("num_workers", "workers", "ntasks", "num_tasks", "world_size", "nnodes", "nodes", "num_machines", "N"),
-    ("num_ps", "ps", "servers", "num_servers", "parameter_servers"),
-    ("hosts", "host", "H", "machines"),
-    ("hostfile", "machinefile"),
-    ("gpus_per_worker", "gpus_per_task", "gpus", "num_gpus", "gpus_per_node"),
-    ("gpus_per_node", "gpus_per_worker"),
-    ("env", "x", "genv"),
-    ("help", "helpfull", "helpshort"),
-    ("image", "container_image", "docker_image"),
-    ("min_workers", "min_np"),
-    ("task_logs", "log_dir", "logdir", "redirects"),
-    # Short options of sbatch.
-    ("partition", "p"),
-    ("account", "A"),
-    ("qos", "q"),
-    ("time", "t"),
-    ("constraint", "C"),
-    ("output", "o"),
-    ("name", "job_name", "J"),
-    ("cpus_per_task", "c"),
-    ("directory", "chdir", "D"),
+    "tasks_per_node ntasks_per_node nproc_per_node",
+    "num_workers workers replicas num_processes nproc_per_node num_proc nproc nprocs np n",
+    "num_workers workers ntasks num_tasks world_size nnodes nodes num_machines N",
+    "num_ps ps servers num_servers parameter_servers",
+    "hosts host H machines",
+    "hostfile machinefile",
+    "gpus_per_worker gpus_per_task gpus num_gpus gpus_per_node",
+    "gpus_per_node gpus_per_worker",
+    "env x genv env_vars",
+    "help helpfull helpshort",
+    "image container_image docker_image",
+    "min_workers min_np",
+    "max_restarts restarts restart retries",
+    "task_logs log_dir logdir redirects",
+    "directory working_dir chdir workdir cwd D",
+    "secs steps num_steps seconds",
+    "partition p",  # Short options of sbatch.
+    "account A",
+    "qos q",
+    "time t",
+    "constraint C",
+    "output o",
+    "name job_name J",
+    "cpus_per_task c",
 )
-_OF_GPUS = ("gpus", "num_gpus", "gpus_per_node", "gpus_per_worker")
 # Names that count something else than the flag that is meant, so that the number must not be copied.
-_OTHER_UNIT = ("nnodes", "nodes", "num_machines", "N", *_OF_GPUS)
-# Flags that only launchers have which supervise the tasks themselves.
-_SUPERVISING = ("min_workers", "max_worker_restarts", "restart_backoff_secs", "run", "tee", "task_logs")
-# Beginnings of options that srun alone has; those of containers are of its plugin pyxis.
-_OF_SRUN = ("container", "mpi", "cpu_bind", "mem_bind")
+_OTHER_UNIT = re.compile(r"nnodes|nodes|num_machines|N|gpus|num_gpus|gpus_per_node|gpus_per_worker|(num_)?steps")
+# Flags that hand on what has no flag: names that are surely meant for it, and how it is written.
+_HANDING_ON = (
+    ("resources_per_worker", r"(num_)?gpus(_per_\w+)?", """'{{"GPU": {number}}}'"""),
+    ("resources_per_worker", r"(num_)?cpus(_per_\w+)?", """'{{"CPU": {number}}}'"""),
+    ("runtime_env", r"conda|working_dir", """'{{"{name}": "{value}"}}'"""),
+    ("runtime_env", r"pip|py_modules", """'{{"{name}": ["{value}"]}}'"""),
+    ("srun", r"container\w*|mpi|(cpu|mem)_bind", "{option}"),  # Containers are of its plugin pyxis.
+    ("sbatch", r"gres|exclusive|exclude|nodelist|reservation|dependency|mem_per_\w+|mail_\w+", "{option}"),
+)
+# Flags that hand on any other option: what of, its names, and how it is written.
+_HANDING_ON_ANY = {
+    "sbatch": ("an option of Slurm", ".+", "{option}"),
+    "patch": ("a field of the objects", ".+", "FILE"),
+    "gcloud": ("an option of gcloud", ".+", "{option}"),
+    "ssh": ("an option of ssh", ".", "{option}"),
+}
 _LEAST_LIKENESS = 0.88
 _RENDEZVOUS = re.compile(r"rdzv_\w+|master_\w+|main_process_\w+|node_rank|machine_rank|standalone")
 
@@ -59,34 +88,40 @@ def run_command(
     usage: str,
     define: Callable[[flags.FlagValues], None],
     arguments: Sequence[str],
-    launch: Callable[[flags.FlagValues, list[str]], int],
+    run: Callable[[flags.FlagValues, list[str]], int],
+    takes: str = "SCRIPT [ARGUMENTS]",
 ) -> int:
-    """Runs a launcher's command: shows its help, or launches the script.
+    """Runs a command: shows its help, or does its work.
 
     Args:
       usage: beginning of the help.
       define: defines the flags.
-      arguments: arguments after the platform's name.
-      launch: launches the script; takes the flags, and the script with its arguments; returns the exit code.
+      arguments: arguments after the command's name.
+      run: does the work; takes the flags, and the arguments that are no flags; returns the exit code.
+      takes: arguments besides flags: a script with its own, one such as "PROFILE" among the flags, or "" for none.
 
     Returns:
       The exit code.
 
     Raises:
       LaunchError: the job is invalid, or the platform's tool refuses it.
-      FlagError: a flag is unknown or its value can't be parsed.
+      FlagError: a flag is unknown, its value can't be parsed, or an argument is too many or missing.
     """
-    values, command = parse(define, arguments)
+    has_script = takes.startswith("SCRIPT")
+    values, rest = parse(define, arguments, is_anywhere=bool(takes) and not has_script)
     if values.help:
         sys.stdout.write(f"{usage}\nflags (also from a file, with --flagfile=FILE):\n{describe(values)}")
         return 0
-    if not command:
+    if has_script and not rest:
         raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
-    _note_flags_of_script(values, command)
-    return launch(values, command)
+    if has_script:
+        _note_flags_of_script(values, rest)
+    elif len(rest) != bool(takes) or "" in rest:
+        raise FlagError(f"give {f'one {takes}' if takes else 'flags only'}. Received: {' '.join(rest) or 'nothing'}")
+    return run(values, rest)
 
 
-_DEFINE: dict[type, Callable[..., object]] = {
+DEFINE: dict[type, Callable[..., object]] = {
     bool: flags.DEFINE_boolean,
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
@@ -98,7 +133,7 @@ _DEFINE: dict[type, Callable[..., object]] = {
 def define(values: flags.FlagValues, table: Mapping[str, tuple[bool | int | float | str | list[str], str]]) -> None:
     """Defines flags by a table of their defaults, whose types are those of the values, and their help."""
     for name, (default, text) in table.items():
-        _DEFINE[type(default)](name, default, text, flag_values=values)
+        DEFINE[type(default)](name, default, text, flag_values=values)
 
 
 def submit_or_show(values: flags.FlagValues, request: object, submit: Callable[[], int]) -> int:
@@ -152,38 +187,56 @@ def _fill(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
     Raises:
       FlagError: an unknown flag, or a value that can't be parsed.
     """
+    files: dict[str, str] = {}
     try:
-        arguments = values.read_flags_from_files(list(arguments), force_gnu=False)
-        return values(["tfdist", *_underscored(values, arguments)])[1:]
-    except flags.UnrecognizedFlagError as error:
-        raise FlagError(_unknown(error.flagname, values, arguments)) from None
+        return values(["tfdist", *_underscored(values, arguments, files)])[1:]
     except flags.IllegalFlagValueError as error:
-        raise FlagError(_illegal(str(error), values)) from None
+        raise FlagError(_illegal(str(error), values, files)) from None
     except flags.Error as error:
         raise FlagError(str(error).removeprefix("ERROR:: ").rstrip(".")) from None
 
 
-def _underscored(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with the names of flags as they are defined: --num-workers=2 is --num_workers=2.
+def _underscored(values: flags.FlagValues, arguments: Sequence[str], files: dict[str, str]) -> list[str]:
+    """Returns the arguments with flags as they are defined: --num-workers=2 is --num_workers=2.
+
+    Args:
+      values: the flags.
+      arguments: the arguments, of which --flagfile is replaced by what the file has.
+      files: gets the file of each flag that is of a file.
 
     Raises:
-      FlagError: a flag has no value, where absl would take the script or the next flag for it.
+      FlagError: an unknown flag; or a flag without a value, where absl would take the script or the next flag for it.
+      LaunchError: a file can't be read.
     """
-    found: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--" or not (argument.startswith("-") or values.is_gnu_getopt()):
-            return [*found, argument, *rest]
-        name, equals, value = _name_in(values, argument)
-        if name is None:
+    found, read = list[str](), list[str]()
+    rest = [(argument, "") for argument in arguments]
+    while rest:
+        (argument, file), *rest = rest
+        if not argument.startswith("-") and values.is_gnu_getopt():
             found.append(argument)
             continue
+        if argument == "--" or not argument.startswith("-"):
+            return [*found, argument, *(each for each, _ in rest)]
+        name, equals, value = _name_in(values, argument)
+        where = f" in {file}" if file else ""
+        following = rest[0][0] if rest else "-"
+        has_following = not following.startswith("-") and not following.endswith(".py")
+        if name is None:
+            value = value if equals else following * has_following
+            raise FlagError(_unknown(argument.partition("=")[0], value, where, values))
+        if not equals and (name == "flagfile" or (name in values and not values[name].boolean)):
+            if not rest or following.endswith(".py") or _name_in(values, following)[0]:
+                raise FlagError(f"the flag {argument} has no value{where}; write {argument}=VALUE")
+            equals, value, rest = "=", following, rest[1:]
+        if name == "flagfile":
+            if value in read:
+                raise FlagError(f"--flagfile={value} is read twice; name it once")
+            read.append(value)
+            lines = map(str.strip, read_file("--flagfile", value).splitlines())
+            rest[:0] = [(line, value) for line in lines if line and not line.startswith(("#", "//"))]
+            continue
         found.append(f"--{name}{equals}{value}")
-        if name in values and not equals and not values[name].boolean:
-            following = next(rest, None)
-            if following is None or following.endswith(".py") or _name_in(values, following)[0]:
-                raise FlagError(f"the flag {argument} has no value; write {argument}=VALUE")
-            found.append(following)
+        files[found[-1]] = where
     return found
 
 
@@ -194,72 +247,99 @@ def _name_in(values: flags.FlagValues, argument: str) -> tuple[str | None, str, 
     names = (name, "no" + name.removeprefix("no_") if name.startswith("no_") else name)
     for each in names if head.startswith("-") else ():
         positive = each.removeprefix("no")
-        if each in values or (each != positive and positive in values and values[positive].boolean):
+        if (
+            each in values
+            or each == "flagfile"
+            or (each != positive and positive in values and values[positive].boolean)
+        ):
             return each, equals, value
     return None, equals, value
 
 
-def _unknown(name: str, values: flags.FlagValues, arguments: Sequence[str]) -> str:
-    """Returns the message for an unknown flag, with the flag that was probably meant."""
-    written, value = _as_written(name, arguments)
-    if number := re.fullmatch(r"([A-Za-z])(\d+)", name):  # -n2
-        name, value = number.groups()
-    name = name.replace("-", "_")
+def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> str:
+    """Returns the message for an unknown flag, with the flag, or the command, that was probably meant."""
+    unknown, name = f"unknown flag {written}{where}", written.lstrip("-").replace("-", "_")
+    if parts := re.fullmatch(r"([A-Za-z])(\d+)|(\w+) (.*)", name):  # -n2, or a line of a file without "=".
+        name, value = filter(None, parts.groups())
     if _RENDEZVOUS.fullmatch(name):
-        return f"unknown flag {written}; leave it away, because tasks learn from the launcher where they meet"
+        return f"{unknown}; leave it away, because tasks learn from the launcher where they meet"
     if name == "n" and "namespace" in values and not value.isdecimal():
-        return f"unknown flag -n; did you mean --namespace{value and f'={value}'}, or --num_workers?"
-    if "resources_per_worker" in values and name in _OF_GPUS:
-        return f"unknown flag {written}; write --resources_per_worker='{{\"GPU\": {value or 1}}}'"
-    if meant := _counterpart(name, values):
-        # Tasks of each host, where there are several hosts, are not all workers.
-        is_other = name in _OTHER_UNIT or (name == "nproc_per_node" and meant == "num_workers" and "port" in values)
-        if is_other or (values[meant].flag_type() == "int" and not value.isdecimal()):
-            value = ""
-        return f"unknown flag {written}; did you mean --{meant}{value and f'={value}'}?"
-    if name in ("env", "x", "genv") and "tee" in values:
-        return f"unknown flag {written}; tasks on this machine inherit the environment: set it before the command"
-    if name.removeprefix("no") in _SUPERVISING:
-        return f"unknown flag {written}; tfdist launch local, ssh and ray alone have it"
-    if "patch" in values:
-        return f"unknown flag {written}; for a field of the objects, write --patch=FILE"
-    option = f"--{name.replace('_', '-')}{value and '='}" if len(name) > 1 else f"-{name}"
-    if "srun" in values:
-        if name.startswith(_OF_SRUN):
-            return f"unknown flag {written}; for an option of srun, write --srun={option}{value}"
-        return f"unknown flag {written}; for an option of Slurm, write --sbatch={option}{value}"
-    if "ssh" in values and len(name) == 1:
-        return f"unknown flag {written}; for an option of ssh, write --ssh={option}{value}"
-    return f"unknown flag {written}"
+        return f"{unknown}; did you mean --namespace{value and f'={value}'}, or --num_workers?"
+    if meant := _meant(name, value, values):
+        return f"{unknown}; did you mean {meant}?"
+    is_launcher = "dry_run" in values
+    if is_launcher and "python" not in values and name in ("env", "x", "genv", "python", "directory", "working_dir"):
+        return f"{unknown}; tasks on this machine have the Python, directory and environment of this command"
+    if name.startswith("tfdist_"):
+        return f"{unknown}; it is for the script: put it behind the script's name"
+    hints = [
+        f"for {what}, write --{flag}={_handed_on(form, name, value)}"
+        for flag, (what, names, form) in _HANDING_ON_ANY.items()
+        if flag in values and re.fullmatch(names, name)
+    ]
+    # A letter is the platform's own option: elsewhere it means something else.
+    if not (hints and len(name) == 1) and (homes := _homes(name, value, is_launcher)):
+        hints = [homes]
+    hints += ["flags of the script stand behind its name"] * is_launcher
+    return "; ".join([unknown, *hints[:1]])
 
 
-def _as_written(name: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Returns a flag as the user wrote it, and its value: that behind "=", else the next argument."""
-    for index, argument in enumerate(arguments):
-        head, equals, value = argument.partition("=")
-        if head.startswith("-") and head.lstrip("-") == name:
-            following = arguments[index + 1 : index + 2]
-            following = [each for each in following if not each.startswith("-") and not each.endswith(".py")]
-            return head, value if equals else "".join(following)
-    return f"--{name}", ""  # Of a flagfile.
+def _homes(name: str, value: str, is_launcher: bool) -> str:
+    """Returns which other commands have a flag, or hand it on; "" if none does. A launcher's are those of launchers."""
+    found: dict[str, str] = {}
+    commands = {f"launch {each}": module for each, module in LAUNCHERS.items()} | ({} if is_launcher else COMMANDS)
+    for command, module in commands.items():
+        values = flags.FlagValues()
+        importlib.import_module(module).define_flags(values)
+        if name in values or (meant := _meant(name, value, values)):
+            found[f"tfdist {command}"] = "" if name in values else f", as {meant}"
+    if exact := [command for command, meant in found.items() if not meant]:
+        *others, last = exact
+        return f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
+    return next((f"{command} has it{meant}" for command, meant in found.items()), "")
+
+
+def _meant(name: str, value: str, values: flags.FlagValues) -> str:
+    """Returns the flag of a command, with its value, that does what a flag of another name is for; "" if none does."""
+    for flag, names, form in _HANDING_ON:
+        if flag in values and re.fullmatch(names, name):
+            return f"--{flag}={_handed_on(form, name, value)}"
+    if not (flag := _counterpart(name, values)):
+        return ""
+    # Tasks of each host, where there are several hosts, are not all workers.
+    is_other = _OTHER_UNIT.fullmatch(name) or (name == "nproc_per_node" and flag == "num_workers" and "port" in values)
+    if is_other or (values[flag].flag_type() == "int" and not value.isdecimal()):
+        value = ""
+    return f"--{flag}{value and f'={value}'}"
+
+
+def _handed_on(form: str, name: str, value: str) -> str:
+    option = f"--{name.replace('_', '-')}{value and f'={value}'}" if len(name) > 1 else f"-{name}{value}"
+    return form.format(name=name, value=value, number=value or 1, option=option)
 
 
 def _counterpart(name: str, values: flags.FlagValues) -> str:
-    for group in _SYNONYMS:
+    for group in map(str.split, _SYNONYMS):
         if name in group and (known := next((each for each in group if each in values), "")):
             return known
     names = [each for each in values if len(each) > 1]
-    return "".join(difflib.get_close_matches(name, names, 1, _LEAST_LIKENESS))
+    # "meet" for meet_secs, "policy" for policies.
+    longer = [each for each in names if len(name) > 2 and _singular(each).startswith(_singular(name))]
+    return longer[0] if len(longer) == 1 else "".join(difflib.get_close_matches(name, names, 1, _LEAST_LIKENESS))
 
 
-def _illegal(text: str, values: flags.FlagValues) -> str:
+def _singular(name: str) -> str:
+    return re.sub("(ies|y|s)$", "", name)
+
+
+def _illegal(text: str, values: flags.FlagValues, files: Mapping[str, str]) -> str:
     """Returns absl's message about a value as argument, value and remedy."""
     parts = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", text, re.DOTALL)
     if parts is None or parts[1] not in values:
         return text
     name, value, _ = parts.groups()
     flag = values[name]
-    received = f"Received: --{name}={value}"
+    received = f"Received: --{name}={value}{files.get(f'--{name}={value}', '')}"
     if isinstance(flag.parser, flags.EnumParser):
         return f"--{name} must be one of {', '.join(flag.parser.enum_values)}. {received}"
     if flag.boolean:

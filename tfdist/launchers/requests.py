@@ -36,6 +36,39 @@ class ToolError(LaunchError):
     """A tool such as sbatch or kubectl has refused the job."""
 
 
+def read_file(name: str, path: str, remedy: str = "name a file that exists") -> str:
+    """Reads a text file that the user names.
+
+    Args:
+      name: the flag in messages, such as "--hostfile".
+      path: the file.
+      remedy: the remedy in messages.
+
+    Raises:
+      LaunchError: the file can't be read.
+    """
+    try:
+        return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise LaunchError(f"{name} can't be read: {problem}; {remedy}. Received: {path!r}") from None
+
+
+def make_folder(name: str, folder: pathlib.Path) -> None:
+    """Creates a folder that the user names, with those above it.
+
+    Raises:
+      LaunchError: the folder can't be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"{name} has a folder that can't be created: {error.strerror}; use one that you may write to. Received: "
+            f"{str(folder)!r}"
+        ) from None
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskRequest:
     """One process of a job.

@@ -80,11 +80,14 @@ class TpuJob:
             raise LaunchError(
                 f"--name is no name for a TPU; use up to 63 of a-z, 0-9 and dashes. Received: {self.name!r}"
             )
+        for flag, example in (("accelerator_type", "v4-8"), ("zone", "us-central2-b")):
+            if not getattr(self, flag):
+                raise LaunchError(
+                    f"--{flag} is missing; write the TPU's, such as --{flag}={example}. Received: nothing"
+                )
         for flag in ("zone", "version", *(["project"] if self.project else [])):
             if not _WORD.fullmatch(getattr(self, flag)):
-                raise LaunchError(
-                    f"--{flag} is missing or malformed; see gcloud compute tpus. Received: {getattr(self, flag)!r}"
-                )
+                raise LaunchError(f"--{flag} is malformed; see gcloud compute tpus. Received: {getattr(self, flag)!r}")
         if self.slice.hosts > 1 and self.create and "-pod" not in self.version:
             raise LaunchError(
                 f"--version is no runtime for {self.slice.hosts} hosts; use tpu-vm-tf-VERSION-pod-pjrt for your "

@@ -33,8 +33,6 @@ with other spares, and with its fastest workers alone.
   tfdist advise logs/run1
 
 --network takes a file of tfdist doctor --measure, too, and "local" for workers on this machine.
-
-flags:
 """
 _MOST_WORKERS = 10_000
 FORMAT, VERSION = "tfdist advice", 2
@@ -44,24 +42,11 @@ _WIDTH = 100
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist advise`.
+    """Runs `tfdist advise`. See `command_line.run_command`; 1 if the replay of a run misses it, so it says nothing."""
+    return command_line.run_command(_USAGE, define_flags, arguments, _run, takes="PROFILE or LOGDIR")
 
-    Args:
-      arguments: the command line after the command's name; flags may stand before or after PROFILE.
 
-    Returns:
-      0; 1 if the replay of a run misses the run, so that nothing can be said.
-
-    Raises:
-      FlagError: a flag is unknown or its value can't be parsed.
-      LaunchError: the profile, or a value, is invalid.
-    """
-    values, rest = command_line.parse(define_flags, arguments, is_anywhere=True)
-    if values.help:
-        sys.stdout.write(_USAGE + command_line.describe(values))
-        return 0
-    if len(rest) != 1:
-        raise LaunchError(f"give one profile: tfdist advise profile.json; see tfdist advise --help. Received: {rest}")
+def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
     path = pathlib.Path(rest[0])
     if values.json:
         _files.check_writable(values.json, "--json")

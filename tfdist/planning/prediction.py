@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 
 from tfdist.doctor import measure as doctor_measure
+from tfdist.launchers.requests import read_file
 from tfdist.planning import simulation
 from tfdist.planning.profile import Profile
 from tfdist.planning.simulation import NetworkModel, models
@@ -92,13 +93,8 @@ def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network
 
 
 def _from_file(path: pathlib.Path, latency: str | None, software: float) -> Network:
-    try:
-        links, is_one_machine = doctor_measure.from_json(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--network: can't read {path} ({error}); write it with tfdist doctor --measure --json={path}, or give a "
-            "bandwidth such as 10Gbit"
-        ) from None
+    remedy = f"write it with tfdist doctor --measure --json={path}, or give a bandwidth such as 10Gbit"
+    links, is_one_machine = doctor_measure.from_json(read_file("--network", str(path), remedy), str(path))
     # A synchronous step waits for the slowest link, so its speed counts.
     bandwidth = min(link.bytes_per_sec for link in links)
     latency_secs = (

@@ -13,6 +13,7 @@ import statistics
 from typing import Any
 
 from tfdist import _checks
+from tfdist.launchers.requests import read_file
 
 FORMAT = "tfdist profile"
 VERSION = 2
@@ -172,13 +173,10 @@ def load(path: pathlib.Path) -> Profile:
     """Reads a profile.
 
     Raises:
-      ProfileError: the file can't be read, or is no profile of this version.
+      LaunchError: the file can't be read.
+      ProfileError: it is no profile of this version.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"can't read the profile {path}: {error}; write one with tfdist profile SCRIPT") from None
-    return from_json(text, str(path))
+    return from_json(read_file("the profile", str(path), "write one with tfdist profile SCRIPT"), str(path))
 
 
 def from_json(text: str, name: str = "profile") -> Profile:

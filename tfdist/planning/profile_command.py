@@ -19,7 +19,7 @@ from absl import flags
 import tfdist
 from tfdist import _files
 from tfdist.launchers import command_line
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import check_command
 from tfdist.planning.profile import Profile
 from tfdist.policies import composition
 
@@ -110,7 +110,9 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def _profile(values: flags.FlagValues, command: list[str]) -> int:
-    script, is_module = _script(command)
+    check_command(command)
+    is_module = command[0] == "-m"
+    script = command[is_module]
     output = pathlib.Path(values.output)
     _files.check_writable(output, "--output")
     measured: list[Profile] = []
@@ -124,16 +126,6 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
     if profile.is_busy:
         _say(f"{profile.busy_in_words}; measure again when they have ended")
     return 0
-
-
-def _script(command: list[str]) -> tuple[str, bool]:
-    if command == ["-m"]:
-        raise LaunchError("give a training script: tfdist profile train.py; see tfdist profile --help")
-    if command[0] == "-m":
-        return command[1], True
-    if not pathlib.Path(command[0]).is_file():
-        raise LaunchError(f"there is no such script; give the path of a Python file. Received: {command[0]!r}")
-    return command[0], False
 
 
 _INTERRUPT = "interrupted"

@@ -3,27 +3,25 @@
 
 from __future__ import annotations
 
-import ast
 import bisect
 import contextlib
-import dataclasses
 import functools
 import json
 import pathlib
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from absl import flags
 
 import tfdist.flags
-from tfdist import _files
+from tfdist import _files, _log
 from tfdist.launchers import command_line
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import LaunchError, make_folder
 from tfdist.planning.simulation import engines, result, simulate
-from tfdist.planning.simulation.delay_distributions import DelayDistribution
+from tfdist.planning.simulation.delay_distributions import BUILDERS
 from tfdist.planning.simulation.models import ClusterModel, CodecModel, ModelProfile, NetworkModel, SparseTable
 from tfdist.planning.simulation.result import Result, Simulation
 
@@ -84,14 +82,7 @@ of the links, and what limits the throughput. It imports no TensorFlow.
   tfdist simulate --workers=16 --servers=2 --step_secs=120ms --dense_bytes=100MB --bandwidth=10Gbit --latency_secs=50us
 
 tfdist.simulation describes clusters of unequal workers, and with failures at known times, in Python.
-
-flags:
 """
-_MAX_TEXT = 10_000
-# An argument of a class, as its errors name it: a flag has the argument's name.
-_OF_CLASSES = re.compile(r"(?:ClusterModel|NetworkModel|ModelProfile|simulate)\((\w+)(?:=\.\.\.|(=\w+))\)")
-# An argument at the beginning of a message, or behind "Received:"; not one of a call such as BackupWorkers(spares=4).
-_ARGUMENT = re.compile(r"(?:(?<=^)|(?<=Received: )|(?<=, ))(\w+)(?=: |=)")
 _STRATEGIES = {
     "mirrored": engines.MIRRORED,
     "multi_worker": engines.MULTI_WORKER,
@@ -103,6 +94,7 @@ _ONLY_FOR = {
     ("overlap",): ("mirrored", "multi_worker"),
     ("workers_per_machine", "bandwidth", "latency_secs"): ("parameter_server", "multi_worker"),
 }
+_CODECS = {"CodecModel": CodecModel}
 # The writer keeps two million gradients in memory at most.
 _FLUSH_GRADIENTS = 500_000
 # Flags by the part of the configuration that they set: type and help. Values with a unit stay text.
@@ -141,34 +133,24 @@ _RUN: _Flags = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist simulate`.
+    """Runs `tfdist simulate`. See `command_line.run_command`."""
+    return command_line.run_command(_USAGE, define_flags, arguments, _run, takes="")
 
-    Args:
-      arguments: the command line after the command's name.
 
-    Returns:
-      0.
-
-    Raises:
-      FlagError: a flag is unknown or its value can't be parsed.
-      LaunchError: a value is invalid, or an argument is no flag.
-      OSError: a file can't be read or written.
-    """
-    values, rest = command_line.parse(define_flags, arguments)
-    if values.help:
-        sys.stdout.write(_USAGE + command_line.describe(values))
-        return 0
-    if rest:
-        raise LaunchError(f"tfdist simulate takes flags only; see tfdist simulate --help. Received: {rest[0]!r}")
+def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
     if values.json:
         with contextlib.suppress(OSError):
             pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
         _files.check_writable(values.json, "--json")
+    if values.log_dir:
+        make_folder("--log_dir", pathlib.Path(values.log_dir))
     try:
         _check_used(values)
         result = _simulate(values)
     except (ValueError, RuntimeError) as error:
         raise LaunchError(_with_flags(str(error), values)) from None
+    if values.strategy == "parameter_server" and values.servers is None:
+        _log.say("simulated is ParameterServerStrategy with one parameter server; --servers and --strategy change it")
     sys.stdout.write(f"{result}\n")
     if values.json:
         _files.write(values.json, json.dumps(result.to_dict(), indent=2) + "\n")
@@ -194,13 +176,12 @@ def _check_used(values: flags.FlagValues) -> None:
 
 
 def _with_flags(text: str, values: flags.FlagValues) -> str:
-    """Returns an error's text with flags in place of the arguments of classes."""
+    """Returns an error's text with flags for arguments of classes: --workers for ClusterModel(workers=...)."""
 
     def flag(found: re.Match[str]) -> str:
-        return f"--{found[1]}" if found[1] in values else found[0]
+        return f"--{found[1]}{found[2] or ''}" if found[1] in values else found[0]
 
-    text = _OF_CLASSES.sub(r"--\1\2", text.replace("SparseTable(", "--sparse_table: ("))
-    return _ARGUMENT.sub(flag, text)
+    return re.sub(r"\w+\((\w+)(?:=\.\.\.|(=\w+))\)", flag, text)
 
 
 def write_log(result: Result, log_dir: str) -> str:
@@ -259,13 +240,8 @@ def define_flags(values: flags.FlagValues) -> None:
         "sparse_table", [], "rows that a step touches, x, bytes of a row, such as 2000x256B", flag_values=values
     )
     text("codec", None, "cost of the codec of Compression, such as 'CodecModel(ratio=0.5)'")
-    define: dict[Callable[[str], Any], Callable[..., Any]] = {
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        str: flags.DEFINE_string,
-    }
     for name, (kind, meaning) in (_CLUSTER | _NETWORK | _MODEL | _RUN).items():
-        define[kind](name, None, meaning, flag_values=values)
+        command_line.DEFINE[kind](name, None, meaning, flag_values=values)
 
 
 def _simulate(values: flags.FlagValues) -> Result:
@@ -274,19 +250,16 @@ def _simulate(values: flags.FlagValues) -> Result:
 
     cluster = given(_CLUSTER)
     if "compute" in cluster:
-        name, keywords = _call(cluster["compute"], "--compute", "lognormal(mean=0.2, s=1.0)")
-        try:
-            cluster["compute"] = DelayDistribution.from_dict({"distribution": name, **keywords})
-        except ValueError as error:
-            raise ValueError(f"--compute: {error}") from None
+        example = "lognormal(mean=0.2, s=1.0)"
+        cluster["compute"] = tfdist.flags.build(cluster["compute"], "--compute", "distribution", BUILDERS, example)
     tables = [_table(each) for each in values.sparse_table]
-    codec = None if values.codec is None else _codec(values.codec)
+    codec = values.codec and tfdist.flags.build(values.codec, "--codec", "codec", _CODECS, "CodecModel(ratio=0.5)")
     return simulate(
         ClusterModel(**cluster, network=NetworkModel(**given(_NETWORK))),
         ModelProfile(**given(_MODEL), sparse_tables=tables),
         strategy=_STRATEGIES[values.strategy],
         policies=[tfdist.flags.parse_policy(each, "--policies") for each in values.policies],
-        codec=codec,
+        codec=codec or None,
         **given(_RUN),
     )
 
@@ -297,26 +270,3 @@ def _table(text: str) -> SparseTable:
         return SparseTable(float(rows), row_bytes if cross else "")
     except ValueError:
         raise ValueError(f"--sparse_table: write it like 2000x256B. Received: {text!r}") from None
-
-
-def _codec(text: str) -> CodecModel:
-    name, given = _call(text, "--codec", "CodecModel(ratio=0.5)")
-    known = [field.name for field in dataclasses.fields(CodecModel)]
-    if name != "CodecModel" or "ratio" not in given or not given.keys() <= set(known):
-        raise ValueError(f"--codec: write it like CodecModel(ratio=0.5), with {', '.join(known)}. Received: {text!r}")
-    return CodecModel(**given)
-
-
-def _call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
-    """Parses "lognormal(mean=0.2, s=1)" into the name and the arguments; no code is evaluated."""
-    try:
-        call = ast.parse(text.strip()[:_MAX_TEXT], mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("no call")
-        return call.func.id, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise ValueError(f"{flag}: write it with its parameters, like {example}. Received: {text[:100]!r}") from None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -32,8 +32,6 @@ usage: tfdist watch LOGDIR [FLAGS]
 Shows the run below LOGDIR that began last: its rates, who is slow, and its workers, the slow ones first. It reads the
 update logs that tfdist.callbacks.Telemetry(log_dir) writes, and needs no connection to the training. Ctrl-C ends it.
 Where the output is no terminal, it prints the state once, as with --once.
-
-flags:
 """
 # A worker is late if it has sent no gradient for this many times its 95th percentile, and so many seconds.
 _LATE_FACTOR, _LATE_SECS = 3.0, 1.0
@@ -51,23 +49,11 @@ _LEFT_OUT = ("worker", "of updates", "of its gradients")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist watch`.
+    """Runs `tfdist watch`. See `command_line.run_command`; 1 with --once if there is no update log yet."""
+    return command_line.run_command(_USAGE, define_flags, arguments, _run, takes="LOGDIR")
 
-    Returns:
-      0; 1 with --once if there is no update log yet; 130 after Ctrl-C.
 
-    Raises:
-      absl.flags.Error: a flag is unknown or its value can't be parsed.
-      LaunchError: the command line makes no sense, or the library rich is missing.
-      OSError: the directory can't be read.
-    """
-    values, rest = command_line.parse(define_flags, arguments, is_anywhere=True)
-    if values.help:
-        sys.stdout.write(_USAGE + command_line.describe(values))
-        return 0
-    if len(rest) != 1 or not rest[0]:
-        received = " ".join(rest) or "no directory"
-        raise LaunchError(f"{_COMMAND} takes one log directory; see {_COMMAND} --help. Received: {received}")
+def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
     if pathlib.Path(rest[0]).exists() and not pathlib.Path(rest[0]).is_dir():
         raise LaunchError(f"{_COMMAND} takes a log directory, and this is a file. Received: {rest[0]!r}")
     console = _console()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 import re
 import secrets
 import subprocess
@@ -25,7 +24,7 @@ from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
 from tfdist.launchers.kubernetes import manifests
 from tfdist.launchers.kubernetes.manifests import Pods
-from tfdist.launchers.requests import LaunchError, ToolError
+from tfdist.launchers.requests import LaunchError, ToolError, read_file
 from tfdist.launchers.shape import Shape
 
 _USAGE = """\
@@ -83,9 +82,9 @@ def read_patches(path: str) -> list[Any]:
       LaunchError: the file can't be read, or is no YAML.
     """
     try:
-        return [each for each in yaml.safe_load_all(pathlib.Path(path).read_text(encoding="utf-8")) if each is not None]
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise LaunchError(f"--patch can't be read: {' '.join(str(error).split())}. Received: {path!r}") from None
+        return [each for each in yaml.safe_load_all(read_file("--patch", path)) if each is not None]
+    except yaml.YAMLError as error:
+        raise LaunchError(f"--patch is no YAML: {' '.join(str(error).split())}. Received: {path!r}") from None
 
 
 def _patched(objects: Sequence[dict[str, Any]], patch: Any) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
-from tfdist.launchers.requests import LaunchError, check_command
+from tfdist.launchers.requests import LaunchError, check_command, make_folder
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT
@@ -246,12 +246,7 @@ def make_output_folder(job: SlurmJob) -> None:
         raise LaunchError(
             f"--output has a folder with a %, and Slurm creates none; use one that exists. Received: {job.output!r}"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"--output has a folder that can't be created: {error.strerror}. Received: {job.output!r}"
-        ) from None
+    make_folder("--output", folder)
 
 
 def submit(request: SlurmRequest, output: str = "slurm-%j.out") -> int:

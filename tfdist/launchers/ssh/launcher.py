@@ -26,7 +26,7 @@ from tfdist import _log, _sockets
 from tfdist.cluster import Task
 from tfdist.launchers import command_line, environment, local, shape, tools
 from tfdist.launchers.environment import VISIBLE
-from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, read_file
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh import client as ssh_client
 from tfdist.launchers.ssh.task import ORPHAN_SECS, versions
@@ -277,32 +277,16 @@ def read_hostfile(path: str) -> list[Host]:
     Raises:
       LaunchError: a line is invalid (the message has its number), the file has no host, or it can't be read.
     """
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise LaunchError(f"--hostfile is not a text file. Received: {path!r}") from None
-    except OSError as error:
-        raise LaunchError(f"--hostfile can't be read: {error.strerror}. Received: {path!r}") from None
-    return parse_hosts(text, path)
+    return parse_hosts(read_file("--hostfile", path), path)
 
 
 def parse_hosts(text: str, name: str = "hostfile") -> list[Host]:
     """Parses the text of a file. See `read_hostfile`."""
-    found: dict[str, int] = {}
-    hosts = []
-    for number, line in enumerate(text.split("\n"), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        where = f"{name}, line {number}"
-        host = _host(words, where)
-        first = found.setdefault(host.address.lower(), number)
-        if first != number:
-            raise LaunchError(f"{where}: the host is on line {first} already; add its slots there. Received: {line!r}")
-        hosts.append(host)
-    if not hosts:
+    lines = [(line.partition("#")[0].split(), line) for line in text.split("\n")]
+    entries = [(words, f"{name}, line {number}", line) for number, (words, line) in enumerate(lines, 1) if words]
+    if not entries:
         raise LaunchError(f"{name} lists no host; {_EXAMPLE} on a line. Received: nothing")
-    return hosts
+    return _hosts(entries, _EXAMPLE)
 
 
 def hosts_from_flag(text: str) -> list[Host]:
@@ -311,32 +295,40 @@ def hosts_from_flag(text: str) -> list[Host]:
     Raises:
       LaunchError: an entry is invalid.
     """
-    lines = []
-    for item in text.split(","):
-        login, colon, slots = item.partition(":")
-        lines.append(f"{login} slots={slots}" if colon else login)
-        if not login.strip() or len(item.split()) != 1 or "#" in item:
-            raise LaunchError(f"--hosts has an entry that is no host; write --hosts=a,user@b:2. Received: {text!r}")
-    return parse_hosts("\n".join(lines), "--hosts")
+    # "a:2" is "a slots=2" of a file.
+    words = [item.replace(":", "\0slots=", 1).split("\0") for item in text.split(",")]
+    return _hosts([(each, "--hosts", text) for each in words], "write --hosts=a,user@b:2")
 
 
-def _host(words: list[str], where: str) -> Host:
-    login, *options = words
+def _hosts(entries: Sequence[tuple[list[str], str, str]], remedy: str) -> list[Host]:
+    """Returns a host for each entry: its words, where it stands, and the text received."""
+    found: dict[str, Host] = {}
+    for words, where, received in entries:
+        try:
+            host = _host(*words)
+            if host.address.lower() in found:
+                raise ValueError("the host was named before; add its slots there")
+        except ValueError as error:
+            raise LaunchError(f"{where}: {error}; {remedy}. Received: {received!r}") from None
+        found[host.address.lower()] = host
+    return list(found.values())
+
+
+def _host(login: str, *options: str) -> Host:
     if not _LOGIN.fullmatch(login):
-        raise LaunchError(f"{where}: the name of the host is invalid; {_EXAMPLE}. Received: {login!r}")
+        raise ValueError("the name of the host is invalid")
     found: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")
         if key not in ("slots", "address") or not equals or not value or key in found:
-            raise LaunchError(f"{where}: the option of the host is invalid; {_EXAMPLE}. Received: {option!r}")
+            raise ValueError("the option of the host is invalid")
         found[key] = value
     slots = found.get("slots", "1")
     if not (slots.isascii() and slots.isdigit() and len(slots) < 6 and 1 <= int(slots) <= _MAX_SLOTS):
-        raise LaunchError(f"{where}: slots is no number from 1 to {_MAX_SLOTS}; {_EXAMPLE}. Received: {slots!r}")
+        raise ValueError(f"slots is no number from 1 to {_MAX_SLOTS}")
     host = Host(login, int(slots), found.get("address", ""))
-    wrong = _sockets.address_problem(f"{host.address}:1")
-    if wrong:
-        raise LaunchError(f"{where}: the address {wrong[0]}; {_EXAMPLE}. Received: {host.address!r}")
+    if wrong := _sockets.address_problem(f"{host.address}:1"):
+        raise ValueError(f"the address {wrong[0]}")
     return host
 
 

@@ -411,7 +411,7 @@ def run_tasks(
       signal N ended it). After Ctrl-C 130, and after another signal N to this process 128+N.
 
     Raises:
-      OSError: the directory for the logs can't be made.
+      LaunchError: the directory for the logs can't be made.
     """
     submission = _Submission(request, logs, _RemainingWorkers(request, replan), start)
     is_main = threading.current_thread() is threading.main_thread()

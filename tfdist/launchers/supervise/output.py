@@ -17,7 +17,7 @@ from typing import Any
 
 from tfdist import _log
 from tfdist.launchers import environment
-from tfdist.launchers.requests import SENT_PREFIX, LaunchError
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, make_folder
 
 # Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, at the end of
 # a pass, and for sums that all tasks abort before they raise the same. Other warnings and errors stay, and log files
@@ -193,12 +193,12 @@ class TaskLogs:
       say: writes a line to the log if a file can't be written; the job continues.
 
     Raises:
-      OSError: the folder can't be created.
+      LaunchError: the folder can't be created.
     """
 
     def __init__(self, folder: pathlib.Path, attempt: int, say: Callable[[str], None]) -> None:
         self.folder = folder / f"attempt_{attempt}"
-        self.folder.mkdir(parents=True)
+        make_folder("--task_logs", self.folder)
         self._say = say
         self._refused: set[str] = set()
 

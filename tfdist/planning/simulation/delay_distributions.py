@@ -62,14 +62,14 @@ class DelayDistribution:
         Raises:
           ValueError: the name or the parameters of the distribution are unknown.
         """
-        known = f"use one of {', '.join(map(_signature, _BUILDERS.values()))}. Received: {given!r}"
+        known = f"use one of {', '.join(map(_signature, BUILDERS.values()))}. Received: {given!r}"
         parameters = dict(given) if isinstance(given, Mapping) else {}
         name = str(parameters.pop("distribution", None))
-        if name not in _BUILDERS:
+        if name not in BUILDERS:
             raise ValueError(
                 f'a distribution is an object such as {{"distribution": "constant", "secs": 0.1}}; {known}'
             )
-        build = _BUILDERS[name]
+        build = BUILDERS[name]
         if parameters.keys() != inspect.signature(build).parameters.keys():
             raise ValueError(f"{name!r} takes {', '.join(inspect.signature(build).parameters)}; {known}")
         return build(**parameters)
@@ -175,7 +175,7 @@ def stalls(secs: float, every: int) -> DelayDistribution:
     )
 
 
-_BUILDERS: dict[str, Callable[..., DelayDistribution]] = {
+BUILDERS: dict[str, Callable[..., DelayDistribution]] = {
     builder.__name__: builder
     for builder in (constant, lognormal, exponential, shifted_exponential, pareto, empirical, stalls)
 }
