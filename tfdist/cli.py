@@ -58,7 +58,6 @@ _OTHER_NAMES = {
     "slurm": "sbatch srun",
     "kubernetes": "k8s kube kubectl",
     "tpu": "gcloud gcp",
-    "watch": "top status",
 }
 
 

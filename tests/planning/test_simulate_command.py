@@ -82,29 +82,20 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
         (["--bandwidth=-1Gbit"], "--bandwidth "),
         (["--workers=0"], "--workers must be an integer of at least 1. Received: workers=0"),
         (["--workers=many"], "--workers must be an integer, such as --workers=1. Received: --workers=many"),
-        (
-            ["--compute=pareto(mean=1, a=1)"],
-            "--compute=pareto(mean=1, a=1): pareto(a=...): there is a mean only for a > 1. ",
-        ),
-        (["--compute=lognormal"], "--compute: lognormal() missing 2 required positional arguments"),
+        (["--compute=pareto(mean=1, a=1)"], "--compute=pareto(mean=1, a=1): pareto(a=...): there is a mean only"),
+        (["--compute=lognormal"], "--compute: lognormal() missing 2 required"),
         (["--policies=Backup(1)"], "--policies names no policy; did you mean BackupWorkers?"),
         (["--sparse_table=many"], "--sparse_table: write it like 2000x256B. Received: 'many'"),
-        ([], "no step time is known; give --compute a distribution, such as constant(secs=0.1), or --step_secs a time"),
+        ([], "no step time is known; give --compute a distribution, such as constant(secs=0.1)"),
         (
             ["--step_secs=1s", "--strategy=multi_worker", "--policies=SoftSync(1)"],
             "policies: SoftSync(updates=1) does ",
         ),
-        (
-            ["--codec=0.5"],
-            "--codec is no codec with plain arguments; write it as --codec='CodecModel(ratio=0.5)'. Received: '0.5'",
-        ),
-        (
-            ["--codec=CodecModel(speed=3)"],
-            "--codec: CodecModel got an unexpected keyword argument 'speed'; CodecModel takes ratio, ",
-        ),
+        (["--codec=0.5"], "--codec is no codec with plain arguments; write it as --codec='Codec"),
+        (["--codec=CodecModel(speed=3)"], "--codec: CodecModel got an unexpected keyword argument"),
         (
             ["--codec=CodecModel(ratio=-1)"],
-            "--codec=CodecModel(ratio=-1): CodecModel(ratio=...) must be a number above 0. Received: -1",
+            "--codec=CodecModel(ratio=-1): CodecModel(ratio=...) must be a number above",
         ),
         (
             ["--step_secs=1s", "--overlap=2", "--strategy=multi_worker"],
@@ -120,10 +111,7 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
             ["--step_secs=1s", "--compute=constant(secs=1)"],
             "--compute is the time of a step already; leave --step_secs",
         ),
-        (
-            ["--step_secs=1s", "--log_dir=/dev/null/a"],
-            "--log_dir has a folder that can't be created: Not a directory; use",
-        ),
+        (["--step_secs=1s", "--log_dir=/dev/null/a"], "--log_dir has a folder that can't be created: Not"),
         (["--step_secs=1s", "--json=/"], "--json: the file can't be written (Is a directory)"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import tfdist
 from tfdist.planning.simulation import simulate_policy
 from tfdist.policies import Outcome, base
+from tfdist.policies.composition import check_policies
 
 Durations = Callable[[int, int], float]
 
@@ -69,6 +70,27 @@ def _forgetting(name: str) -> type[tfdist.BackupWorkers]:
 def test_own_policy_without_an_answer_is_named_in_one_line(name: str):
     with pytest.raises(TypeError, match=rf"^Forgetting\.{name} must return [^\n]+\. Received: None$"):
         simulate_policy(_forgetting(name)(spares=1), lambda replica, attempt: 1.0, 2, 3)
+
+
+class _Unmade(tfdist.BackupWorkers):
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: simulate_policy(_Unmade(), _lognormal(1), 2, 3), "_Unmade.__init__ must begin with super().__init__("),
+        (lambda: check_policies([_Unmade()], ""), "_Unmade.__init__ must begin with super().__init__(...)"),
+        (lambda: check_policies([_Unmade], ""), "policies must be a list of policies such as [_Unmade(...)]. Received"),
+        (lambda: _forgetting("accept"), "Forgetting.accept is never called; did you mean accepts? Else rename it"),
+    ],
+)
+def test_own_policy_that_could_not_work_is_one_line(make: Callable[[], object], words: str):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make()
+    assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
+    assert [_forgetting(name) for name in ("note", "_accept", "alive")]  # Names of its own, or inherited ones.
 
 
 def test_the_same_durations_give_the_same_simulation():

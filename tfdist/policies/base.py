@@ -9,6 +9,7 @@ simulator and the tests.
 from __future__ import annotations
 
 import collections
+import difflib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,8 @@ _ANSWERS = {
     "state": "a dict",
     "updated": "the Update that super().updated(time) returns",
 }
+# What else a user's class may override. A public method with nearly such a name would never be called.
+_OVERRIDABLE = (*_ANSWERS, "stepped", "shrunk", "lost", "check_replicas", "restore")
 
 
 def _answering(of: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,16 +52,25 @@ class Policy:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in _ANSWERS.keys() & vars(cls).keys() if not cls.__module__.startswith("tfdist.") else ():
-            given = vars(cls)[name]
-            if isinstance(given, property) and given.fget is not None:
+        for name, given in list(vars(cls).items()) if not cls.__module__.startswith("tfdist.") else ():
+            is_property = isinstance(given, property) and given.fget is not None
+            if name in _ANSWERS and is_property:
                 setattr(cls, name, property(_answering(cls, name, given.fget)))
-            elif callable(given):
+            elif name in _ANSWERS and callable(given):
                 setattr(cls, name, _answering(cls, name, given))
+            elif not (callable(given) or is_property) or hasattr(super(cls, cls), name) or name.startswith("_"):
+                continue
+            elif close := difflib.get_close_matches(name, _OVERRIDABLE, 1, 0.8):
+                raise TypeError(f"{cls.__name__}.{name} is never called; did you mean {close[0]}? Else rename it")
 
     def __init__(self) -> None:
         self._strategy = ""
         self._total = 0
+
+    def check_made(self) -> None:
+        """Raises TypeError if the constructor of a user's class has not called that of its base class."""
+        if "_total" not in vars(self):
+            raise TypeError(f"{type(self).__name__}.__init__ must begin with super().__init__(...)")
 
     def begin(self, total_num_replicas: int, strategy: str) -> None:
         """Binds this policy to a strategy. Called once, by the constructor of the strategy.
@@ -71,6 +83,7 @@ class Policy:
           ValueError: the policy makes no sense with this number.
           RuntimeError: the policy belongs to another strategy already.
         """
+        self.check_made()
         if self._total:
             raise RuntimeError(
                 f"{self!r} is a policy of another strategy already ({self._strategy} with {self._total} replicas); one "

@@ -106,12 +106,13 @@ def check_policies(
     if is_list:
         given = () if policies is None else tuple(policies)
     if not is_list or not all(isinstance(policy, Policy) for policy in given):
-        codecs = [each for each in given if hasattr(each, "exchange") and not isinstance(each, type)]
-        example = f"Compression({codecs[0]!r})" if codecs else "BackupWorkers(spares=1)"
-        raise ValueError(
-            f"policies must be a list of policies such as [tfdist.{example}]. Received: policies={policies!r}"
-        )
+        codecs = [f"Compression({each!r})" for each in given if hasattr(each, "exchange")]
+        classes = [f"{each.__name__}(...)" for each in given if isinstance(each, type)]
+        example = [*classes, *codecs, "BackupWorkers(spares=1)"][0]
+        raise ValueError(f"policies must be a list of policies such as [{example}]. Received: policies={policies!r}")
     policies = given
+    for policy in policies:
+        policy.check_made()  # Before its text is made.
     received = f"Received: policies={list(policies)!r}"
     for policy in policies:
         if not isinstance(policy, _KINDS):
