@@ -353,19 +353,6 @@ def _apply(diff: str, path: pathlib.Path) -> None:
     path.write_text(text.replace(old, new))
 
 
-@pytest.mark.slow
-def test_ray_page_trains_in_ray(tmp_path: pathlib.Path) -> None:
-    if importlib.util.find_spec("ray") is None:  # Importing it here would change the environment.
-        pytest.skip("ray is not installed: pip install 'tfdist[ray]'")
-    (code,) = _blocks(ROOT / "docs" / "coming_from" / "ray_train.md", "python")
-    begin = 'import ray\nray.init(num_cpus=2, include_dashboard=False, logging_level="error")\n'
-    (tmp_path / "ray_train.py").write_text(begin + code)
-    done = _run(["ray_train.py"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    for index in (0, 1):
-        assert f"worker:{index} of 2" in done.stdout + done.stderr
-
-
 def _ci_module(name: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     assert spec is not None and spec.loader is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -106,22 +108,30 @@ class Launch:
 
 
 @pytest.fixture
-def launch(cluster, tmp_path):
-    """Starts a job, with standard error in its standard output."""
+def start(cluster, tmp_path):
+    """Starts Python with arguments before and behind a script, with standard error in its standard output."""
     with contextlib.ExitStack() as stack:
 
-        def start(script: str, *flags: str, arguments: tuple[str, ...] = ()) -> Launch:
+        def run(script: str, before: tuple[str, ...], behind: tuple[str, ...]) -> Launch:
             (tmp_path / "train.py").write_text(script)
-            command = [sys.executable, "-m", "tfdist", "launch", "ray", f"--address={cluster.address}", *flags]
-            process = subprocess.Popen(
-                [*command, "train.py", *arguments], cwd=tmp_path, stdout=-1, stderr=subprocess.STDOUT, text=True
-            )
+            command = [sys.executable, *before, "train.py", *behind]
+            process = subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=subprocess.STDOUT, text=True)
             stack.enter_context(process)
             stack.callback(process.kill)
             return Launch(process)
 
-        yield start
+        yield run
         assert cluster.is_empty()
+
+
+@pytest.fixture
+def launch(cluster, start):
+    """Starts a job of the launcher."""
+
+    def run(script: str, *flags: str, arguments: tuple[str, ...] = ()) -> Launch:
+        return start(script, ("-m", "tfdist", "launch", "ray", f"--address={cluster.address}", *flags), arguments)
+
+    return run
 
 
 def actor_of(pid: int) -> psutil.Process:
@@ -172,6 +182,23 @@ def test_killed_worker_of_all_reduce_restarts_all_from_checkpoint(launch, tmp_pa
     assert "[worker:0] step 1" not in again and "[worker:0] trained 100" in again
     steps = [int(line.split()[2]) for line in again if line.startswith("[worker:0] step")]
     assert steps[0] > 10 and steps == list(range(steps[0], 101))
+
+
+@pytest.mark.timeout(600)
+def test_killed_worker_of_ray_train_resumes_from_checkpoint(start, cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
+    page = pathlib.Path(__file__).parents[2] / "docs" / "coming_from" / "ray_train.md"
+    code = page.read_text().partition('title="ray_train.py"\n')[2].partition("```")[0]
+    job = start(code.replace("/shared/run1", str(tmp_path)).replace("epochs=5", "epochs=60"), (), ())
+    pid = re.search(r"RayTrainWorker pid=(\d+)", job.read_until("Epoch 10/60"))[1]
+    psutil.Process(int(pid)).kill()
+    assert job.wait() == 0
+    assert sum("going on from" in line for line in set(job.lines)) == 1
+    first = {line[: line.index(")")] for line in job.lines if "Epoch 1/60" in line}
+    losses = {line for line in job.lines if re.search(r"worker:\d of 2 \[", line)}
+    assert len(first) == len(losses) == 2 and len({line.partition(" of 2 ")[2] for line in losses}) == 1
+    assert not any(line.startswith(tuple(first)) for line in losses)  # Ray Train starts all workers again.
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
