@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"TFDIST_KUBE_BIN and PATH have no {', '.join(MISSING)}"),
 ]
 SECS = 400
+RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
 # Fails, or misses another and fails, or ends well: by the task's index and by how often its pod was replaced.
 SCRIPT = """
 import os, pathlib, sys, time
@@ -101,32 +102,21 @@ def test_preemptions_beyond_the_limit_fail_the_job(trained):
     assert codes[:8] == [75] * 8 and 79 in codes[8:]
 
 
-def test_quota_is_one_line_and_an_exit_code(api, capsys):
-    namespace = api.create_namespace(names())
+@pytest.mark.parametrize(
+    ("labels", "created", "words"),
+    [({}, 2, "exceeded quota: few"), (RESTRICTED, 0, 'violates PodSecurity "restricted:latest"')],
+)
+def test_refused_pods_are_one_line_and_an_exit_code(api, capsys, labels, created, words):
+    namespace = api.create_namespace(names(), labels)
     quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "2"}}}
     api.call("POST", f"/api/v1/namespaces/{namespace}/resourcequotas", quota)
     path = f"/api/v1/namespaces/{namespace}/resourcequotas/few"
     wait_until(lambda: "hard" in api.call("GET", path).get("status", {}))
     assert launch(namespace, "/app/train.py") == 1
     error = capsys.readouterr().err
-    assert "tfdist: 2 of 4 pods are created, for the cluster refuses the others: " in error
-    assert "exceeded quota: few" in error
-
-
-def test_pod_security_is_one_line_and_an_exit_code(api, capsys):
-    label = "pod-security.kubernetes.io"
-    namespace = api.create_namespace(names(), {f"{label}/enforce": "restricted", f"{label}/warn": "restricted"})
-    assert launch(namespace, "/app/train.py") == 1
-    error = capsys.readouterr().err
-    assert error.count("tfdist: kubectl: Warning: would violate PodSecurity") == 1
-    assert "tfdist: 0 of 4 pods are created, for the cluster refuses the others: " in error
-    assert 'violates PodSecurity "restricted:latest"' in error
-
-
-def test_pods_that_can_be_created_are_no_failure(api, capsys):
-    assert launch(api.create_namespace(names()), "/app/train.py") == 0
-    shown = capsys.readouterr()
-    assert "refuses" not in shown.err and "job.batch/run1-worker created\n" in shown.out
+    assert error.count("tfdist: kubectl: Warning: would violate PodSecurity") == bool(labels)
+    assert f"tfdist: {created} of 4 pods are created, for the cluster refuses the others: " in error
+    assert words in error
 
 
 @pytest.mark.parametrize("taken", ["services", "jobs"])

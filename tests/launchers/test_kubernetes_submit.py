@@ -61,19 +61,13 @@ def test_name_taken_after_the_rehearsal_names_what_is_left(cluster, behaviour):
     assert cluster.names == ["job.batch/run1-worker", "secret/run1", "service/run1"]
 
 
-def test_warnings_of_the_api_server_are_shown_once(cluster, capsys):
-    cluster.set(warnings=['would violate PodSecurity "restricted:latest"'])
-    assert kubernetes.main(ARGUMENTS) == 0
-    line = 'tfdist: kubectl: Warning: would violate PodSecurity "restricted:latest"\n'
-    assert capsys.readouterr().err.count(line) == 1
-
-
 def test_refused_pods_are_one_line_and_an_exit_code(cluster, capsys):
-    cluster.set(refusal=QUOTA, max_pods=1)
+    warning = 'would violate PodSecurity "restricted:latest"'
+    cluster.set(refusal=QUOTA, max_pods=1, warnings=[warning])
     assert kubernetes.main(ARGUMENTS) == 1
     error = capsys.readouterr().err
     assert f"tfdist: 1 of 2 pods are created, for the cluster refuses the others: {QUOTA}\n" in error
-    assert "of an older job" not in error
+    assert "of an older job" not in error and error.count(f"tfdist: kubectl: Warning: {warning}\n") == 1
 
 
 def test_refusal_that_passes_is_no_failure(cluster, capsys):
