@@ -196,15 +196,6 @@ while attempt == 0: signal.pause()
     assert run.end() == ("COMPLETED", 0), run.lines
 
 
-@pytest.mark.parametrize("limit", ["--time=2", "--sbatch=--time=0-00:01:30", "--sbatch=-t 1"])
-def test_a_time_limit_within_pre_kill_secs_is_refused(cluster, tmp_path, limit):
-    (tmp_path / "train.py").touch()
-    done = cluster.run(command(limit), cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("tfdist: --time is not longer than --pre_kill_secs")
-    assert cluster.run(["squeue", "--noheader"]).stdout == ""
-
-
 # Waiting.
 
 

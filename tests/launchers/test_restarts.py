@@ -4,6 +4,7 @@
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -132,10 +133,11 @@ def test_a_signal_ends_the_wait_for_a_restart(tmp_path):
 def test_logs_say_once_that_the_disk_refuses(tmp_path):
     said = []
     logs = output.TaskLogs(tmp_path / "run", 0, said.append)
-    logs.write("worker:0", ["red"], error=False)
+    worker, ps = (types.SimpleNamespace(name=name, restart=0) for name in ("worker:0", "ps:0"))
+    logs.write(worker, ["red"], error=False)
     (tmp_path / "run" / "attempt_0" / "ps_0").write_text("in the way")
     for _ in range(2):
-        logs.write("ps:0", ["line"], error=True)
+        logs.write(ps, ["line"], error=True)
     assert (tmp_path / "run" / "attempt_0" / "worker_0" / "stdout.log").read_text() == "red\n"
     assert len(said) == 1
     assert said[0].startswith("can't log what ps:0 prints: ")

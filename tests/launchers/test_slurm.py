@@ -35,6 +35,7 @@ def test_a_plan_as_text():
         cpus_per_task=8,
         gpus_per_node=2,
         max_restarts=3,
+        task_logs="slurm-%j",
         env={"DATA": "a \"b\" 'c' $d\ne"},
         options={"partition": "gpu", "time": "4:00:00", "output": "slurm-%j.out"},
         extra=("--exclusive",),
@@ -53,7 +54,7 @@ def test_what_is_planned_is_shell():
     [
         ({"name": "two words"}, "--name is no name for a job"),
         ({"tasks_per_node": 0}, "--tasks_per_node is too small; use 1 or more. Received: 0"),
-        ({"cpus_per_task": 0}, "--cpus_per_task is too small"),
+        ({"cpus_per_task": -1}, "--cpus_per_task is too small"),
         ({"gpus_per_node": -1}, "--gpus_per_node is too small"),
         ({"tasks_per_node": 2, "gpus_per_node": 1}, "--gpus_per_node leaves workers of a host without a GPU"),
         ({"max_restarts": -1}, "--max_restarts is too small"),
@@ -112,13 +113,17 @@ def launch(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_job_runs_every_task_and_all_arrives_unchanged(launch):
+def test_a_job_runs_every_task_and_all_arrives_unchanged(launch, tmp_path):
     odd = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é", "--", "-m"]
     text = "print(name, json.dumps([sys.argv[1:], os.environ['ODD']]))"
     done, code, lines = launch(text, "--num_ps=1", "--tasks_per_node=2", f"--env=ODD={odd[1]}\n!", arguments=odd)
     assert (done.returncode, done.stdout, code) == (0, "4711\n", 0), lines
     rest = json.dumps([odd, odd[1] + "\n!"])
     found = [f"[{name}] {name} {rest}" for name in ("chief:0", "ps:0", "worker:0", "worker:1")]
+    logs = tmp_path / "slurm-4711" / "attempt_0"
+    assert {path.name: (path / "stdout.log").read_text() for path in logs.iterdir()} == {
+        name.replace(":", "_"): f"{name} {rest}\n" for name in ("chief:0", "ps:0", "worker:0", "worker:1")
+    }
     # The chief's wrapper has written the last line: the script has no strategy.
     assert sorted(lines)[:-1] == found
     assert sorted(lines)[-1].startswith("tfdist: no task has joined the cluster by a strategy of tfdist")
@@ -186,14 +191,8 @@ while attempt == 0: signal.pause()
 
 
 @pytest.mark.processes
-# With a handler, the task that was told ends as any other that is preempted.
-@pytest.mark.parametrize(
-    "handler",
-    ["", pytest.param("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n", marks=pytest.mark.slow)],
-)
-def test_sigterm_to_the_whole_job_is_a_preemption(launch, handler):
-    handler = f"if name == 'worker:1':\n    {handler}" if handler else ""
-    done, code, lines = launch(f"tasks = 4\n{handler}{PREEMPT}", "--num_ps=1")
+def test_sigterm_to_the_whole_job_is_a_preemption(launch):
+    done, code, lines = launch(f"tasks = 4{PREEMPT}", "--num_ps=1")
     assert (done.returncode, code) == (0, 0), lines
     assert "tfdist: queuing the job again (preemption 1)" in lines
     assert not any("failed first" in line for line in lines)
@@ -259,15 +258,6 @@ sys.exit(3 if name == "ps:0" else 0)
     assert code == 0, lines
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_preemptions_end_with_a_line_when_they_are_used_up(launch):
-    _, code, lines = launch("sys.exit(75)", "--num_workers=1", "--max_preemptions=2")
-    assert code == 75
-    assert lines[-1] == "tfdist: not queued again: --max_preemptions=2 is used up"
-    assert sum("tfdist: queuing the job again (preemption" in line for line in lines) == 2
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("fails_in", [0, 1])
 def test_failures_that_squeue_does_not_tell_are_not_taken_for_none(launch, tmp_path, fails_in):
@@ -298,25 +288,21 @@ def test_preemptions_are_counted_while_squeue_fails(launch, tmp_path):
 
 
 @pytest.mark.processes
-def test_sbatch_wait_has_the_exit_code_of_the_job(launch):
+def test_sbatch_wait_has_the_code_of_the_job_and_its_warnings(launch, tmp_path):
+    (tmp_path / "slurm" / "warning").touch()
     done, code, lines = launch("sys.exit(7)", "--num_workers=1", "--sbatch=--wait")
     assert (done.returncode, done.stdout, code) == (7, "4711\n", 7), lines
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("flags", [[], ["--sbatch=--wait"]])
-def test_warnings_of_sbatch_are_passed_on(launch, tmp_path, flags):
-    (tmp_path / "slurm" / "warning").touch()
-    done, _, _ = launch("", *flags)
-    assert (done.returncode, done.stdout) == (0, "4711\n")
-    assert done.stderr.count("tfdist: sbatch: warning: this partition closes at noon\n") == 1
+    assert done.stderr.count("sbatch: warning: this partition closes at noon\n") == 1
 
 
 @pytest.mark.processes
 def test_what_slurm_refuses_is_one_line(launch):
     done, code, _ = launch("", "--sbatch=--exclusiv")
     assert (done.returncode, code) == (1, None)
-    assert done.stderr == "tfdist: sbatch failed with exit code 1: error: unrecognized option '--exclusiv'\n"
+    assert done.stderr.splitlines() == [
+        "tfdist: --cpus_per_task=8: the tasks of a node share its CPUs",
+        "error: unrecognized option '--exclusiv'",
+    ]
 
 
 def test_without_slurm_it_says_where_to_go(monkeypatch):
@@ -327,11 +313,27 @@ def test_without_slurm_it_says_where_to_go(monkeypatch):
 
 def test_a_dry_run_is_the_script(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "train.py").touch()
     assert slurm.main(["--dry_run", "--num_workers=3", "train.py", "--x"]) == 0
     text = capsys.readouterr().out
-    assert "#SBATCH --ntasks=3\n" in text
+    assert "#SBATCH --ntasks=3\n" in text and "cpus-per-task" not in text  # There is no Slurm to ask.
     assert text.endswith(" -- train.py --x\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "cpus"),
+    [
+        ({}, 2),  # The default partition's node with the fewest CPUs, between three tasks.
+        ({"options": {"partition": "gpu"}}, 2),
+        ({"options": {"partition": "gpu"}, "tasks_per_node": 1, "gpus_per_node": 2}, 6),
+        ({"extra": ("-p gpu",), "tasks_per_node": 1, "gpus_per_node": 1}, 6),
+    ],
+)
+def test_cpus_per_task_are_those_of_the_smallest_node(options, cpus):
+    nodes = ["low* 6 1 (null)", "low* 8 1 (null)", "gpu 64 2 gpu:a100:4(S:0-1),shard:8", "gpu 6 1 (null)"]
+    job = slurm.SlurmJob(("train.py",), **{"shape": Shape(6), "tasks_per_node": 3, **options})
+    assert slurm.cpus_of_nodes(job, nodes) == cpus
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_hosts_without_workers_ask_for_no_gpus():
     assert "gpu-bind" not in second
     assert "#SBATCH --partition=gpu\n" in second
     assert "#SBATCH --exclusive\n" in second
-    assert "srun --het-group=0,1 --cpus-per-task=1" in second
+    assert "srun --het-group=0,1 --distribution=block" in second
 
 
 @pytest.mark.parametrize(

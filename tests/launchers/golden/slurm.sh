@@ -33,7 +33,7 @@ e'
 module load cuda
 . venv/bin/activate
 # Starts the step, and queues the job again. Gets Slurm's signals in place of the shell.
-exec python3 -P -m tfdist.launchers.slurm.job --num_workers=4 --num_ps=1 --chief --max_restarts=3 --max_preemptions=100 --pre_kill_secs=120 -- \
+exec python3 -P -m tfdist.launchers.slurm.job --num_workers=4 --num_ps=1 --chief --max_restarts=3 --max_preemptions=100 --pre_kill_secs=120 --task_logs=slurm-%j -- \
   srun --het-group=0,1 --cpus-per-task=8 --distribution=block --kill-on-bad-exit=1 --unbuffered --container-image=me/train:1 \
   python3 -P -m tfdist.launchers.slurm.task --num_workers=4 --num_ps=1 --chief --port=0 --grace_period_secs=30 -- train.py '--name=it'"'"'s two words' 'a
 b'

@@ -104,7 +104,7 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
         return GIVEN_UP_EXIT_CODE
     with contextlib.closing(Notices()) as notices:
         code = wrapping.run_wrapped([sys.executable, *script], {**env, **notices.joining}, early=received)
-        wrapping.about_cluster(code, task, job, notices)
+        wrapping.about_cluster(code, env["TF_CONFIG"], notices)
     return code
 
 

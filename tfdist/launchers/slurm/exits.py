@@ -28,6 +28,7 @@ from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.verdict import CAUSE_SECS, FirstFailure
 
 EXITS_VARIABLE = "TFDIST_SLURM_EXITS"
+LOGS_VARIABLE = "TFDIST_SLURM_LOGS"
 # "1" where Slurm signals the script itself as well as its wrapper (proctrack/linuxproc).
 REACHES_ALL_VARIABLE = "TFDIST_SLURM_REACHES_ALL"
 _SIGNAL_TIMEOUT_SECS = 20.0

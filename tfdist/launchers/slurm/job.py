@@ -30,18 +30,25 @@ from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers import command_line, shape, tools
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError, shell_code
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, TERMINATED_EXIT_CODE, Exits, SlurmVerdict
-
-# Parser of Slurm's time limits.
-
+from tfdist.launchers.slurm.exits import (
+    EXITS_VARIABLE,
+    LOGS_VARIABLE,
+    REACHES_ALL_VARIABLE,
+    TERMINATED_EXIT_CODE,
+    Exits,
+    SlurmVerdict,
+)
 
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+)", re.ASCII)
 _MINUTES = re.compile(r"\d+", re.ASCII)
 _NO_LIMIT = re.compile(r"|-1|infinite|unlimited", re.IGNORECASE)
-_OPTION = re.compile(r"(?:--time[= ]|-t ?)(.*)")
-# Environment variable of sbatch, which takes precedence over the #SBATCH lines of a batch script.
-LIMIT_VARIABLE = "SBATCH_TIMELIMIT"
+# Letter of an option of sbatch, and its variable, which takes precedence over the #SBATCH lines of a batch script.
+_OTHER_NAMES = {
+    "time": ("t", "SBATCH_TIMELIMIT"),
+    "partition": ("p", "SBATCH_PARTITION"),
+    "output": ("o", "SBATCH_OUTPUT"),
+}
 
 
 def secs_of_limit(text: str) -> int | None:
@@ -65,21 +72,21 @@ def secs_of_limit(text: str) -> int | None:
     return math.ceil(secs / 60) * 60 or None
 
 
-def effective_limit(time: str, extra: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the time limit that sbatch uses, and the flag or variable that sets it.
+def used_by_sbatch(name: str, value: str, extra: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the value that sbatch uses for an option, and the flag or variable that sets it.
 
     Args:
-      time: value of --time.
+      name: time, partition or output.
+      value: value of the flag of this name.
       extra: values of --sbatch, which are later in the batch script.
       env: the environment of sbatch.
     """
-    found = (time, f"--time={time}")
+    letter, variable = _OTHER_NAMES[name]
+    found = (value, f"--{name}={value}")
     for option in extra:
-        if matched := _OPTION.fullmatch(option):
+        if matched := re.fullmatch(rf"(?:--{name}[= ]|-{letter} ?)(.*)", option):
             found = (matched[1], f"--sbatch={option}")
-    if env.get(LIMIT_VARIABLE):
-        found = (env[LIMIT_VARIABLE], f"{LIMIT_VARIABLE}={env[LIMIT_VARIABLE]}")
-    return found
+    return (env[variable], f"{variable}={env[variable]}") if env.get(variable) else found
 
 
 def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kill_secs: int) -> None:
@@ -88,7 +95,7 @@ def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kil
     Raises:
       LaunchError: each run would get SIGTERM as soon as it starts, or sbatch refuses the limit.
     """
-    limit, text = effective_limit(time, extra, env)
+    limit, text = used_by_sbatch("time", time, extra, env)
     secs = secs_of_limit(limit)
     if not any(form.fullmatch(limit.strip()) for form in (_MINUTES, _DAYS, _CLOCK, _NO_LIMIT)):
         raise LaunchError(
@@ -131,10 +138,12 @@ class BatchJob:
       attempt: number of requeues before this run.
       tasks: the tasks of the job.
       limits: limits of requeues.
+      task_logs: directory for a file of each task's output, with %j for the job's id; "" for none.
     """
 
-    def __init__(self, number: str, attempt: int, tasks: Shape, limits: Limits) -> None:
+    def __init__(self, number: str, attempt: int, tasks: Shape, limits: Limits, task_logs: str = "") -> None:
         self._number = number
+        self._task_logs = task_logs.replace("%j", number)
         self._attempt = attempt
         self._limits = limits
         # `None` while Slurm doesn't answer.
@@ -181,6 +190,7 @@ class BatchJob:
             JOB_SECRET_VARIABLE: secrets.token_hex(32),
             "TFDIST_ATTEMPT": str(self._attempt),
             EXITS_VARIABLE: str(self._directory),
+            LOGS_VARIABLE: self._task_logs,
             REACHES_ALL_VARIABLE: str(int(_signals_reach_all())),
         }
 
@@ -299,6 +309,7 @@ def _signals_reach_all() -> bool:
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of a run."""
     shape.define_flags(values)
+    command_line.define(values, {"task_logs": ("", "see tfdist.launchers.slurm.launcher")})
     for field in dataclasses.fields(Limits):
         flags.DEFINE_integer(field.name, 0, "see tfdist.launchers.slurm.launcher", flag_values=values)
 
@@ -318,7 +329,7 @@ def main(arguments: Sequence[str]) -> int:
     attempt = 0
     with contextlib.suppress(ValueError):
         attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    return BatchJob(number, attempt, tasks, Limits(**limits)).run(srun)
+    return BatchJob(number, attempt, tasks, Limits(**limits), values.task_logs).run(srun)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +24,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
-from tfdist.launchers.requests import LaunchError, check_command, make_folder
+from tfdist.launchers.requests import LaunchError, check_command, make_folder, shell_code
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT
@@ -37,8 +40,9 @@ share the directory from which this is called, and have tfdist in the same place
   tfdist launch slurm --num_workers=8 --num_ps=2 --tasks_per_node=4 train.py        for ParameterServerStrategy
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-_OUTPUT = re.compile(r"(?:--output[= ]|-o ?)(.*)")
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]+", re.ASCII)
+# Numbers of GPUs in a node's GRES, such as "gpu:a100:4(S:0-1)".
+_GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)")
 # Beginnings of sbatch options that only hosts with GPUs get.
 _GPU_OPTIONS = ("--gpu", "--gres", "--tres")
 # Flags of the launcher that are options of sbatch under the same name, in the order of the #SBATCH lines.
@@ -56,7 +60,7 @@ class SlurmJob:
       directory: working directory, shared by all hosts.
       python: the interpreter on the hosts.
       tasks_per_node: number of tasks on each host.
-      cpus_per_task: number of cores for each task.
+      cpus_per_task: number of CPUs for each task; 0 for Slurm's default.
       gpus_per_node: number of GPUs of each host, which are divided among the workers there; 0 for none.
       max_restarts: number of requeues after failures.
       max_preemptions: number of requeues after preemptions, which are no failures.
@@ -64,6 +68,7 @@ class SlurmJob:
       grace_secs: time for the other tasks to end after one has failed.
       port: first port of each host; 0 to derive it from the job's id.
       env: variables added to the environment.
+      task_logs: directory for a file of each task's output, with %j for the job's id; "" for none.
       options: values of sbatch options by name; empty values are left out.
       extra: further options of sbatch, such as "--exclusive".
       srun: further options of srun, such as "--container-image=me/train:1".
@@ -80,7 +85,7 @@ class SlurmJob:
     directory: str = "."
     python: str = "python3"
     tasks_per_node: int = 1
-    cpus_per_task: int = 1
+    cpus_per_task: int = 0
     gpus_per_node: int = 0
     max_restarts: int = 0
     max_preemptions: int = 100
@@ -88,6 +93,7 @@ class SlurmJob:
     grace_secs: float = 30.0
     port: int = 0
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    task_logs: str = ""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     extra: tuple[str, ...] = ()
     srun: tuple[str, ...] = ()
@@ -99,7 +105,7 @@ class SlurmJob:
             raise LaunchError(
                 f"--name is no name for a job; use up to 64 letters, digits, dots and dashes. Received: {self.name!r}"
             )
-        for flag, least in (("tasks_per_node", 1), ("cpus_per_task", 1), ("gpus_per_node", 0)):
+        for flag, least in (("tasks_per_node", 1), ("cpus_per_task", 0), ("gpus_per_node", 0)):
             shape.check_count(flag, getattr(self, flag), least)
         for flag in ("max_restarts", "max_preemptions"):
             shape.check_count(flag, getattr(self, flag))
@@ -142,11 +148,9 @@ class SlurmJob:
         """Number of hosts."""
         return math.ceil(len(self.shape.tasks) / self.tasks_per_node)
 
-    @property
-    def output(self) -> str:
-        """The file of the output; %j is the job's number."""
-        given = [matched[1] for option in self.extra if (matched := _OUTPUT.fullmatch(option))]
-        return given[-1] if given else self.options.get("output", "")
+    def used(self, name: str) -> str:
+        """Returns the value that sbatch uses for its option `partition` or `output`, in this environment."""
+        return slurm_job.used_by_sbatch(name, self.options.get(name, ""), self.extra, os.environ)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +200,7 @@ def _block(job: SlurmJob, component: _Component) -> list[str]:
         "nodes": str(component.nodes),
         "ntasks": str(component.ntasks),
         "ntasks-per-node": str(min(component.ntasks, job.tasks_per_node)),
-        "cpus-per-task": str(job.cpus_per_task),
+        "cpus-per-task": str(job.cpus_per_task or ""),
         "gpus-per-node": str(component.gpus_per_node) if component.gpus_per_node else "",
         **{name: job.options.get(name, "") for name in _OPTIONS},
         "chdir": job.directory,
@@ -217,12 +221,12 @@ def _body(job: SlurmJob) -> str:
     python = [job.python, "-P", "-m"]
     shape_flags = job.shape.arguments()
     limits = [f"--{name}={getattr(job, name)}" for name in ("max_restarts", "max_preemptions", "pre_kill_secs")]
-    run = [*python, "tfdist.launchers.slurm.job", *shape_flags, *limits, "--"]
+    run = [*python, "tfdist.launchers.slurm.job", *shape_flags, *limits, f"--task_logs={job.task_logs}", "--"]
     components = range(len(_components(job)))
     tasks = (
         f"--ntasks={len(job.shape.tasks)}" if len(components) == 1 else f"--het-group={','.join(map(str, components))}"
     )
-    srun = ["srun", tasks, f"--cpus-per-task={job.cpus_per_task}"]
+    srun = ["srun", tasks, *([f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else [])]
     options = ["--distribution=block", "--kill-on-bad-exit=1", "--unbuffered", *job.srun]
     port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}"
     quiet = ["--quiet_workers"] * job.quiet_workers
@@ -241,12 +245,48 @@ def make_output_folder(job: SlurmJob) -> None:
     Raises:
       LaunchError: the folder can't be created, or its name depends on the job.
     """
-    folder = pathlib.Path(job.directory, job.output).parent
+    output = job.used("output")
+    folder = pathlib.Path(job.directory, output).parent
     if "%" in str(folder):
         raise LaunchError(
-            f"--output has a folder with a %, and Slurm creates none; use one that exists. Received: {job.output!r}"
+            f"--output has a folder with a %, and Slurm creates none; use one that exists. Received: {output!r}"
         )
     make_folder("--output", folder)
+
+
+def cpus_of_nodes(job: SlurmJob, lines: Sequence[str]) -> int:
+    """Returns the CPUs for each task, so that the tasks of a node share all of its CPUs: on whole cores, of the node
+    with the fewest. Tasks that ask for some of the GPUs of a node get that part of its CPUs. Returns 0 without a node.
+
+    Args:
+      job: the job.
+      lines: partition, CPUs, threads per core and GRES of each node; the default partition ends with an asterisk.
+    """
+    nodes = [line.split(maxsplit=3) for line in lines]
+    if not job.used("partition"):
+        nodes = [node for node in nodes if node[0].endswith("*")] or nodes
+    found, tasks = [], min(job.tasks_per_node, len(job.shape.tasks))
+    for _, cpus, threads, gres in nodes:
+        cores, gpus = int(cpus) // int(threads), sum(map(int, _GPUS.findall(gres)))
+        if 0 < job.gpus_per_node < gpus:
+            cores = cores * job.gpus_per_node // gpus
+        found.append(max(1, cores // tasks) * int(threads))
+    return min(found, default=0)
+
+
+def with_cpus(job: SlurmJob) -> SlurmJob:
+    """Returns the job with CPUs per task from its partition's nodes, unless they are given or Slurm does not answer."""
+    if job.cpus_per_task or not shutil.which("sinfo"):
+        return job
+    chosen = [f"--partition={job.used('partition')}"] if job.used("partition") else []
+    try:
+        text = tools.run_tool(["sinfo", "--noheader", "--Node", *chosen, "--format=%P %c %Z %G"])
+    except LaunchError as error:
+        _log.say(f"--cpus_per_task is Slurm's default, as sinfo names no nodes: {' '.join(str(error).split())}")
+        return job
+    job = dataclasses.replace(job, cpus_per_task=cpus_of_nodes(job, text.splitlines()))
+    _log.say(f"--cpus_per_task={job.cpus_per_task}: the tasks of a node share its CPUs")
+    return job
 
 
 def submit(request: SlurmRequest, output: str = "slurm-%j.out") -> int:
@@ -257,29 +297,31 @@ def submit(request: SlurmRequest, output: str = "slurm-%j.out") -> int:
       output: the file of the job's output, for the line to copy.
 
     Returns:
-      0 once the job is in the queue. With sbatch's option --wait the exit code of the job, once it has ended.
+      0 once the job is in the queue, and sbatch's exit code if it refuses the job: it says why on standard error. With
+      its option --wait the exit code of the job, once it has ended.
 
     Raises:
-      LaunchError: sbatch is not installed, or refuses the job.
+      LaunchError: sbatch is not installed.
     """
     sbatch = tools.find_tool("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
-    number = ""
-
-    def show(line: str) -> None:
-        nonlocal number
-        number = line.strip().partition(";")[0]
-        sys.stdout.write(f"{number}\n")
-        sys.stdout.flush()
-        file = shlex.quote(output.replace("%j", number))
-        shown = f"squeue --job={number}   shows it", f"tail -F {file}   follows its output"
-        _log.say(f"submitted job {number}", *shown, f"scancel {number}   ends it")
-
-    try:
-        return tools.run_until_line([sbatch, "--parsable"], request.text, show)
-    except KeyboardInterrupt:
-        if number:
-            _log.say(f"no longer waiting; job {number} goes on, scancel {number} ends it")
-        return 128 + signal.SIGINT
+    number, pipe = "", subprocess.PIPE
+    # sbatch gives up a controller that does not answer by itself.
+    with subprocess.Popen([sbatch, "--parsable"], stdin=pipe, stdout=pipe, encoding="utf-8") as process:
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin as script:  # pyright: ignore[reportOptionalContextManager]
+                script.write(request.text)
+            if number := process.stdout.readline().strip().partition(";")[0]:
+                sys.stdout.write(f"{number}\n")
+                sys.stdout.flush()
+                file = shlex.quote(output.replace("%j", number))
+                shown = f"squeue --job={number}   shows it", f"tail -F {file}   follows its output"
+                _log.say(f"submitted job {number}", *shown, f"scancel {number}   ends it")
+            return shell_code(process.wait())
+        except KeyboardInterrupt:
+            process.kill()
+    if number:
+        _log.say(f"no longer waiting; job {number} goes on, scancel {number} ends it")
+    return 128 + signal.SIGINT
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -298,7 +340,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "python": (sys.executable, "interpreter on the hosts"),
         "directory": ("", "working directory, shared by all hosts; the current one by default"),
         "tasks_per_node": (1, "tasks on each host"),
-        "cpus_per_task": (1, "cores for each task"),
+        "cpus_per_task": (0, "CPUs for each task; by default the tasks of a node share its CPUs"),
         "gpus_per_node": (0, "GPUs of each host, shared out among the workers there"),
         "max_restarts": (0, "restarts of a job that has failed"),
         "max_preemptions": (100, "restarts of a job that was preempted; not counted as failures"),
@@ -306,6 +348,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "port": (0, "first port of each host; 0 derives it from the job's number"),
         "grace_period_secs": (30.0, "seconds for the other tasks after one has failed"),
         "quiet_workers": (False, quiet_help),
+        "task_logs": ("slurm-%j", "directory for files of each task's output; empty for none"),
         "env": ([], "NAME=VALUE for all tasks; may be repeated"),
         "sbatch": ([], "one more option of sbatch; may be repeated"),
         "srun": ([], "one more option of srun, such as --mpi=none; may be repeated"),
@@ -332,6 +375,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob
         directory=values.directory or str(pathlib.Path.cwd()),
         env=environment.from_flags(values),
         quiet_workers=values.quiet_workers,
+        task_logs=values.task_logs,
         options={name: getattr(values, name) for name in _OPTIONS},
         extra=tuple(values.sbatch),
         srun=tuple(values.srun),
@@ -345,13 +389,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
-    job = job_from_flags(values, command)
+    job = with_cpus(job_from_flags(values, command))
     slurm_job.check_limit(values.time, values.sbatch, os.environ, job.pre_kill_secs)
     check_command(job.command)
     request = plan(job)
 
     def start() -> int:
         make_output_folder(job)
-        return submit(request, job.output)
+        return submit(request, job.used("output"))
 
     return command_line.submit_or_show(values, request, start)

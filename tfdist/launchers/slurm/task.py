@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -27,9 +28,10 @@ from tfdist.cluster import ClusterError, Task
 from tfdist.launchers import command_line, environment, shape
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.slurm.exits import EXITS_VARIABLE, REACHES_ALL_VARIABLE, Exits
+from tfdist.launchers.slurm.exits import EXITS_VARIABLE, LOGS_VARIABLE, REACHES_ALL_VARIABLE, Exits
 from tfdist.launchers.supervise import wrapping
 from tfdist.launchers.supervise.notices import Notices
+from tfdist.launchers.supervise.output import TaskLogs
 
 # Parser of what Slurm writes into SLURM_*: "rack[0-1]n[08-11]-ib,login", and "2(x3),1" tasks on them. `scontrol` has
 # one, but a task may be in a container without it.
@@ -227,6 +229,8 @@ def main(arguments: Sequence[str]) -> int:
         step = SlurmProcess.from_environment(os.environ)
         task, env = task_environment(step, job, values.port, os.environ)
         shape.check_duration("grace_period_secs", values.grace_period_secs)
+        folder, attempt = os.environ.get(LOGS_VARIABLE), os.environ.get("TFDIST_ATTEMPT", "0")
+        logs = TaskLogs(pathlib.Path(folder), int(attempt), _log.say) if folder else None
     except (LaunchError, ClusterError, flags.Error) as error:
         _log.say(" ".join(str(error).split()))
         return 2
@@ -244,8 +248,8 @@ def main(arguments: Sequence[str]) -> int:
     is_muted = values.quiet_workers and task not in job.reporting
     with contextlib.closing(Notices()) as notices:
         env |= notices.joining
-        code = wrapping.run_wrapped(command, env, leave, over, str(task), note, is_muted=is_muted)
-        wrapping.about_cluster(code, task, job, notices)
+        code = wrapping.run_wrapped(command, env, leave, over, str(task), note, is_muted=is_muted, logs=logs)
+        wrapping.about_cluster(code, env["TF_CONFIG"], notices)
     return code
 
 

@@ -24,12 +24,11 @@ from typing import Any
 
 import tfdist
 from tfdist import _log
-from tfdist.cluster import Cluster, ClusterError
 from tfdist.launchers import environment
 from tfdist.launchers.requests import LaunchError, shell_code
-from tfdist.launchers.supervise.notices import Notices, not_joined
+from tfdist.launchers.supervise.notices import Notices
 from tfdist.launchers.supervise.processes import Supervisor
-from tfdist.launchers.supervise.wrapping import write_lines
+from tfdist.launchers.supervise.wrapping import about_cluster, write_lines
 
 # The launcher sends a byte at least every `HEARTBEAT_SECS`.
 HEARTBEAT_SECS = 5.0
@@ -139,22 +138,8 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
             supervisor.stop(grace_secs=_GRACE_SECS)
             return LOST_EXIT_CODE
         task.wait()
-        code = task.returncode or 0
-        if code == 0 and not notices.has_joined:
-            write_lines(task, _about_the_cluster(env), error=True)
-        return shell_code(code)
-
-
-def _about_the_cluster(env: Mapping[str, str]) -> list[str]:
-    """Returns the line that the first task of several writes if it has not joined the cluster."""
-    try:
-        cluster = Cluster.from_tf_config(env.get("TF_CONFIG", ""))
-    except ClusterError:
-        return []
-    members = [task for task in cluster.tasks if task.type != "evaluator"]
-    if len(members) < 2 or cluster.task != members[0]:
-        return []
-    return [f"{_log.PREFIX}{not_joined(len(members), 'ps' in cluster.jobs)}"]
+        about_cluster(task.returncode or 0, env.get("TF_CONFIG", ""), notices)
+        return shell_code(task.returncode)
 
 
 def received_from(descriptor: int) -> Iterator[int | str]:

@@ -480,10 +480,9 @@ class _Submission:
 
     def _attempt(self, number: int) -> AttemptOutcome:
         logs = TaskLogs(self._folder, number, self._say) if self._folder else None
-        on_lines = (lambda task, lines, error: logs.write(task.name, lines, error, task.restart)) if logs else None
         workers = self._workers
         shown = workers.request.reporting if self._logs.quiet_workers else None
-        with Supervisor(self._console, on_lines, shown if self._logs.tee else (), self._start) as supervisor:
+        with Supervisor(self._console, logs and logs.write, shown if self._logs.tee else (), self._start) as supervisor:
             self._supervisor = supervisor
             return Attempt(workers.request, supervisor, self._received, number, workers.min_workers, logs).run()
 

@@ -185,7 +185,7 @@ class LogSettings:
 
 
 class TaskLogs:
-    """The files of one attempt, each made when its task first prints.
+    """The files of one attempt, each made when its task first prints; several processes may write those of their tasks.
 
     Args:
       folder: DIRECTORY/RUN.
@@ -202,18 +202,18 @@ class TaskLogs:
         self._say = say
         self._refused: set[str] = set()
 
-    def write(self, task: str, lines: Sequence[str], error: bool, restart: int = 0) -> None:
-        """Appends lines to the log of a task's standard output or standard error; `restart` counts its restarts."""
-        name = ("stderr" if error else "stdout") + (f".{restart}" if restart else "")
-        path = self.folder / task.replace(":", "_") / f"{name}.log"
+    def write(self, task: Any, lines: Sequence[str], error: bool) -> None:
+        """Appends lines to the log of a `Process`' standard output or standard error."""
+        name = ("stderr" if error else "stdout") + (f".{task.restart}" if task.restart else "")
+        path = self.folder / task.name.replace(":", "_") / f"{name}.log"
         try:
             path.parent.mkdir(exist_ok=True)
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write("".join(f"{line}\n" for line in lines))
         except OSError as problem:
-            if task not in self._refused:
-                self._refused.add(task)
-                self._say(f"can't log what {task} prints: {problem}")
+            if task.name not in self._refused:
+                self._refused.add(task.name)
+                self._say(f"can't log what {task.name} prints: {problem}")
 
 
 _MAX_LINE = 1 << 16

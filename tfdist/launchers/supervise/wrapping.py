@@ -9,11 +9,10 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from tfdist import _log
-from tfdist.cluster import Task
+from tfdist.cluster import Cluster, ClusterError
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, shell_code
-from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.notices import Notices, not_joined
-from tfdist.launchers.supervise.output import Console
+from tfdist.launchers.supervise.output import Console, TaskLogs
 from tfdist.launchers.supervise.processes import Process, Supervisor, on_signals
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
@@ -24,10 +23,13 @@ _OVER_SECS = 10.0
 _DRAIN_SECS = 10.0
 
 
-def about_cluster(code: int, task: Task, job: Shape, notices: Notices) -> None:
-    """Says so if the first task of several has ended with code 0, and has not joined the cluster."""
-    if code == 0 and task == job.members[0] and len(job.members) > 1 and not notices.has_joined:
-        _log.say(not_joined(len(job.members), job.num_ps > 0))
+def about_cluster(code: int, config: str, notices: Notices) -> None:
+    """Says so if the first task of several has ended with code 0, and has not joined the cluster of its TF_CONFIG."""
+    with contextlib.suppress(ClusterError):
+        cluster = Cluster.from_tf_config(config)
+        members = [task for task in cluster.tasks if task.type != "evaluator"]
+        if code == 0 and len(members) > 1 and cluster.task == members[0] and not notices.has_joined:
+            _log.say(not_joined(len(members), "ps" in cluster.jobs))
 
 
 def run_wrapped(
@@ -39,6 +41,7 @@ def run_wrapped(
     on_signal: Callable[[int], bool] | None = None,
     early: Sequence[int] = (),
     is_muted: bool = False,
+    logs: TaskLogs | None = None,
 ) -> int:
     """Runs a command to its end, in the main thread.
 
@@ -57,12 +60,15 @@ def run_wrapped(
       early: earlier signals, which are forwarded once the command has started.
       is_muted: with `name`, prints only the last lines of a command that failed by itself, without a signal or the loss
         of another task.
+      logs: log files of the attempt, with `name`.
 
     Returns:
       The exit code; 128+N if signal N ended the command.
     """
     console = Console() if name else None
-    with Supervisor(console, None if name else write_lines, () if is_muted else None) as supervisor:
+    with Supervisor(
+        console, logs.write if logs else None if name else write_lines, () if is_muted else None
+    ) as supervisor:
         received, forwarded = [*early], [*early]
 
         def note(signum: int) -> None:
