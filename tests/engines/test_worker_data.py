@@ -114,11 +114,11 @@ def by_turns(shares: list[list[list[int]]]) -> list[list[int]]:
     return [sorted(shares[batch % WORKERS][batch // WORKERS]) for batch in range(4)]
 
 
-@pytest.mark.parametrize("caches", [False, True], ids=["", "cached"])
+@pytest.mark.parametrize("make", [shuffled, lambda: shuffled(True), lambda: shuffled(True).take(4)])
 @pytest.mark.parametrize("sharding", ["shard", "deal"])
-def test_order_of_a_pass_is_that_of_one_device(engine: AsynchronousEngine, sharding: str, caches: bool) -> None:
+def test_order_of_a_pass_is_that_of_one_device(engine: AsynchronousEngine, sharding: str, make: Any) -> None:
     """Keras makes an iterator between epochs that it never reads."""
-    dataset, expected = WorkerDataset(engine, shuffled(caches), sharding), orders_on_one_device(shuffled(), 4)
+    dataset, expected = WorkerDataset(engine, make(), sharding), orders_on_one_device(shuffled(), 4)
     for number in (1, 3, 4):
         while dataset.begin_pass() < number:
             pass

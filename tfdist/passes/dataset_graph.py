@@ -78,6 +78,17 @@ class DatasetGraph:
         return any(node.op.startswith("CacheDataset") for nodes in self._bodies() for node in nodes)
 
     @property
+    def can_fill_cache(self) -> bool:
+        """True if it caches, and what `rebuilder` reads to fill the cache draws no order, or some that are cached."""
+        is_alone = self._before(_EXHAUSTING).op.startswith("CacheDataset")
+        cached = {node.op for function in self._graph.library.function for node in function.node_def}
+        sources: dict[str, set[str]] = {}  # Each operation comes after those that it reads.
+        for node in self._graph.node:
+            sources[node.name] = {node.op}.union(*(sources[name.split(":")[0]] for name in node.input))
+            cached |= sources[node.name] if node.op.startswith("CacheDataset") else set()
+        return self.caches and (is_alone or not self.shuffles or not cached.isdisjoint(_SEED_INPUTS))
+
+    @property
     def shuffles(self) -> bool:
         """True if each iterator over the data set draws an order, or numbers, that depend on those before."""
         return any(node.op in _SEED_INPUTS for nodes in self._bodies() for node in nodes)

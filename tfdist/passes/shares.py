@@ -121,15 +121,12 @@ def _are_surely_even(strategy: Any, data: Any, batches: list[Any]) -> bool:
     if not is_distributed or (tf.executing_eagerly() and not is_alone):
         # Sizes of this worker's batches say nothing about other workers: outside of a graph every size is known.
         return False
-    if not is_alone and any(map(_is_argument, tf.nest.flatten(batches, expand_composites=True))):
+    leaves = tf.nest.flatten(batches, expand_composites=True)
+    if not is_alone and any(tf.is_symbolic_tensor(leaf) and leaf.op.type == "Placeholder" for leaf in leaves):
         # The same: a function is traced for the batch size of this worker.
         return False
     sizes = {splitting.static_size(batch) for batch in batches}
     return len(sizes) == 1 and None not in sizes
-
-
-def _is_argument(leaf: Any) -> bool:
-    return tf.is_symbolic_tensor(leaf) and leaf.op.type == "Placeholder"
 
 
 # Every byte, as a string.

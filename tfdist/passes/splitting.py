@@ -339,17 +339,11 @@ def joined(*parts: Any) -> Any:
     return tf.concat(parts, 0) if parts[0].shape.rank != 0 else tf.stack(parts)
 
 
-# Data sets of one worker's part of each batch, with the number of examples in all parts together.
-
-
 def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a data set like those of `deal` for a worker's own data; the size of the whole batch is unknown."""
     is_tuple = isinstance(dataset.element_spec, tuple)
     pair = tf.autograph.experimental.do_not_convert(lambda *element: (element if is_tuple else element[0], ()))
     return in_order(dataset.map(pair)).prefetch(1)
-
-
-# Rows of a batch's components.
 
 
 def first_examples(part: Any, count: int) -> Any:

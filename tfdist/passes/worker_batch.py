@@ -282,10 +282,5 @@ def handles_in(arguments: Any) -> list[WorkerBatch]:
     return [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, WorkerBatch)]
 
 
-def looked_at(value: Any) -> Any:
-    """Replaces handles in a structure by their values on the chief."""
-    return tf.nest.map_structure(lambda leaf: leaf.value() if isinstance(leaf, WorkerBatch) else leaf, value)
-
-
 def _values(handle: tf.Tensor) -> list[Any]:
     return find_batch(int(handle)).values()

@@ -263,7 +263,7 @@ class WorkerDataset(DistributedDataset):
     def _build_share(self, share: int) -> tf.data.Dataset:
         dataset, cache = self._build(share)
         is_left_early = self._sharding in ("shard", "deal") and self._cardinality >= 0
-        if self._graph().caches and (is_left_early or self.passes_read > 1):
+        if self._graph().can_fill_cache and (is_left_early or self.passes_read > 1):
             # A pass of known length ends with the worker's last batch, mostly before the end of the data. The cache
             # would stay incomplete, and be filled anew in another order than on the other workers. Data of unknown
             # length are read to their end, and endless ones have none.

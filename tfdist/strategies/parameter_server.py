@@ -455,7 +455,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
         if coordinator.is_scheduled_traced(self):
             return super().reduce(reduce_op, value, axis)
-        value = worker_batch.looked_at(value)
+        (value,) = worker_batch.as_values(value)
         if axis is None:
             return value
         total = tf.reduce_sum if str(getattr(reduce_op, "name", reduce_op)).upper() == "SUM" else tf.reduce_mean
@@ -464,11 +464,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def gather(self, value: Any, axis: int) -> Any:
         """Returns `value`: a step is made by one replica."""
         del axis
-        return worker_batch.looked_at(value)
+        return worker_batch.as_values(value)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns `value` alone: a step is made by one replica."""
-        return (worker_batch.looked_at(value),)
+        return (*worker_batch.as_values(value),)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
         """Returns the result of `value_fn` for the replica that makes a step."""
