@@ -111,6 +111,7 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`ClusterCoordinator.schedule` and `join`": ("test_a_loop_with_the_coordinator",),
     },
     "docs/strategies.md": {
+        "`quantize`, `enable_lora`": ("test_lora_and_quantization_outside_of_the_scope_are_in_it",),
         "weights equal those of one device": (*_FIT, *_OPTIMIZERS),
         "fit, evaluate, predict, `*_on_batch`": (*_FIT, *_SINGLE),
         "arrays, tf.data, generators, dicts, several inputs and outputs, uneven last batches": (*_DATA, *_UNEVEN),

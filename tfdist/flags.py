@@ -32,6 +32,7 @@ from absl import flags
 
 import tfdist
 from tfdist.cluster import Cluster, ClusterError, Task
+from tfdist.policies.base import Policy
 
 _STRATEGIES = ("auto", "mirrored", "multi_worker", "parameter_server", "tpu")
 _MAX_TEXT = 1000
@@ -91,7 +92,7 @@ def strategy_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
     return _BUILDERS[name](flag_values, policies)
 
 
-def policies_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> list[Any]:
+def policies_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> list[Policy]:
     """Returns the policies alone, in the order of the flags.
 
     Raises:
@@ -121,7 +122,7 @@ def _check_ready(flag_values: flags.FlagValues) -> None:
 # Policies.
 
 
-def parse_policy(text: str, flag: str = "--tfdist_policies") -> Any:
+def parse_policy(text: str, flag: str = "--tfdist_policies") -> Policy:
     """Builds a policy from text such as "BackupWorkers(spares=1)". Arguments are literals; no code is evaluated.
 
     Args:

@@ -262,16 +262,17 @@ def _of_scattered(y_true: Any, y_pred: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("loss", "is_refused"),
+    ("loss", "does"),
     [
-        pytest.param(_of_large_targets, True, id="mask"),
-        pytest.param(lambda y, predicted: tf.where(y > 0.5, y - predicted, 0.0)[:, 0], False, id="zeros"),
-        pytest.param(_of_scattered, False, id="scattered"),
+        pytest.param(_of_large_targets, "leaves examples out", id="mask"),
+        pytest.param(keras.losses.Dice(), "computes with all examples together", id="dice"),
+        pytest.param(lambda y, predicted: tf.where(y > 0.5, y - predicted, 0.0)[:, 0], "", id="zeros"),
+        pytest.param(_of_scattered, "", id="scattered"),
     ],
 )
-def test_loss_of_fewer_numbers_than_examples_is_refused(loss: Any, is_refused: bool) -> None:
+def test_loss_of_fewer_numbers_than_examples_is_refused(loss: Any, does: str) -> None:
     model = made(loss=loss)
-    with pytest.raises(ValueError, match="leaves examples out") if is_refused else contextlib.nullcontext():
+    with pytest.raises(ValueError, match=f"' {does}, and a replica under") if does else contextlib.nullcontext():
         Halves(model)
 
 

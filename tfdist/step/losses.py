@@ -32,20 +32,21 @@ def is_sum(loss: Any) -> bool:
     return getattr(loss, "reduction", "mean") in ("sum", "none", None)
 
 
-def _has_fewer(found: Any, *given: Any) -> bool:
-    """Returns True if a loss has fewer numbers than examples, as far as is known while it is traced."""
+def _lack(found: Any, *given: Any) -> str:
+    """Returns why a loss has fewer numbers than examples, as far as is known while it is traced; "" if it has all."""
     if not isinstance(found, tf.Tensor):
-        return False
+        return ""
     if found.shape.rank and found.shape[0] is not None:
         rows = {each.shape[0] for each in given if isinstance(each, tf.Tensor) and each.shape.rank}
-        return bool(rows) and found.shape[0] not in rows
+        return "has fewer numbers than examples" if rows and found.shape[0] not in rows else ""
     # `Where` gives the places where a mask is true, as for `tf.boolean_mask`.
     if not tf.is_symbolic_tensor(found):
-        return False
+        return ""
     sources = {each.op for each in given if tf.is_symbolic_tensor(each)}
     sources |= {each for each in found.graph.get_operations() if _PUTS_BACK.match(each.type)}
     behind = graphs.operations_behind(found.op, sources)
-    return found.op not in sources and any(operation.type == "Where" for operation in behind)
+    is_masked = found.op not in sources and any(operation.type == "Where" for operation in behind)
+    return "leaves examples out" if is_masked else ""
 
 
 # A loss of one number may be a mean over the examples, or not. The loss itself tells, by its values for made-up ones.
@@ -234,26 +235,24 @@ def _of_all(
         found = call(*given, **named)
         is_number = getattr(found, "shape", None) == ()
         kind = _kind_of_number(functools.partial(call, **named), *given) if is_number else "mean"
-        if kind == "mean" and (is_number or then is not None) and _has_fewer(found, *given):
-            kind = "other"
-        if kind == "mean":
+        does = "computes with all examples together" if kind == "other" else ""
+        if kind == "mean" and not ((is_number or then is not None) and (does := _lack(found, *given))):
             return found
         if kind == "sum":
             return whole(found, share)
         if gather is not None:
             whole_batch = call(*map(gather, given), **named)
             return whole_batch if then is None else then(whole_batch)
-        _notice(owner, may_differ)
+        _notice(owner, does, may_differ)
         return found
 
     return computed
 
 
-def _notice(owner: Any, may_differ: bool) -> None:
+def _notice(owner: Any, does: str, may_differ: bool) -> None:
     """Writes a line, or raises a ValueError, for a loss or metric of all examples that gets a replica's own."""
     kind = "loss" if isinstance(owner, keras.losses.Loss) else "metric"
     name = getattr(owner, "name", None) or type(owner).__name__
-    does = "leaves examples out, has fewer numbers than examples, or computes with all of them together"
     if not may_differ:
         raise ValueError(
             f"policies: the {kind} {name!r} {does}, and a replica under a policy has its own examples alone; use one "

@@ -140,7 +140,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             return self.num_replicas_in_sync
         return self._num_contributed or self._aggregation.replicas_to_aggregate
 
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica, as `tf.distribute.Strategy.run` does.
 
         The steps of a Keras model return logs that are equal on all replicas: those of the global batch.
@@ -267,7 +267,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
         return tf.nest.map_structure(pick, given)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+    def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
         reduced = tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
         return mark_common(reduced)

@@ -115,13 +115,13 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         if not (policy or composed.averaging):
             self._take_times(self.num_replicas_in_sync, None, "/device:CPU:0")
 
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""
         if self.num_replicas_in_sync > 1:
             context.mirrored_trains()
         return super().run(fn, args, kwargs, options)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Iterable[Any]:
         """Divides each batch of `dataset` among the replicas, as evenly as its size allows.
 
         With a policy, iterating over the result gives handles, to be given to `run` in place of a batch.
@@ -173,7 +173,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
-    ) -> Any:
+    ) -> Iterable[Any]:
         """With a policy every replica is an input pipeline of its own: it reads, in its thread, what is made for it."""
         count = self.num_replicas_in_sync
         contexts = [tf.distribute.InputContext(count, replica, count) for replica in range(count)]

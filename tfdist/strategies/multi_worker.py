@@ -341,7 +341,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         report = self.distribution.recorder.report()
         return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Iterable[Any]:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.
 
         With the auto-shard policy OFF each worker may have a data set of its own, of which all batches are used. With
@@ -445,7 +445,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
-    ) -> Any:
+    ) -> Iterable[Any]:
         """Distributes the data sets that `dataset_fn`, called on each worker, makes for it."""
         distributed = self._read_directly(super().distribute_datasets_from_function(dataset_fn, options))
         has_policy = bool(self._quorum or self._averaging or self._warming)

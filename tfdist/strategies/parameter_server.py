@@ -334,7 +334,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     # Data.
 
-    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
+    def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Iterable[Any]:
         """Leaves the batches of `dataset` to the workers, each its share; the chief does not read them."""
         self._begin_call()
         if isinstance(dataset, WorkerDataset):
@@ -359,7 +359,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None
-    ) -> Any:
+    ) -> Iterable[Any]:
         """Leaves to each worker the batches of the data set that `dataset_fn`, called here, makes for it."""
         if not tf.executing_eagerly():
             return super().distribute_datasets_from_function(dataset_fn, options)
@@ -451,7 +451,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     # Results. A step is made by one replica, so there is nothing to be combined.
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+    def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
         if coordinator.is_scheduled_traced(self):
             return super().reduce(reduce_op, value, axis)
