@@ -46,13 +46,11 @@ def test_without_a_terminal_the_state_is_printed_once(tmp_path: pathlib.Path, ca
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--once", "nothing"], 1, "there is no update log below 'nothing'"),
-        (["--once", "."], 1, "there is no update log below '.'"),
+        (["--once", "nothing"], 1, "there is no update log below 'nothing'; name the log_dir of tfdist.callbacks."),
         (["file"], 2, "tfdist watch takes a log directory, and this is a file. Received: 'file'"),
         ([], 2, "give one LOGDIR. Received: nothing (see tfdist watch --help)"),
         (["a", "b"], 2, "give one LOGDIR. Received: a b (see tfdist watch --help)"),
         (["--refresh_secs=0", "."], 2, "--refresh_secs must be a number in the range [0.1, "),
-        (["--colour", "."], 2, "unknown flag --colour"),
     ],
 )
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys, arguments, code, words):

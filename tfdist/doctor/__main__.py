@@ -191,6 +191,10 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
     for name in _OF_MEASURE if not values.measure else ():
         if values[name].present:
             raise LaunchError(f"--{name} is for --measure; give both. Received: --{name}={values[name].value}")
+    for name in ("measure", "firewall_rules") if "TF_CONFIG" not in os.environ else ():
+        if values[name].value:
+            command = f"tfdist launch ssh --hosts=a,b -m tfdist.doctor --{name}"
+            raise LaunchError(f"--{name} is for the tasks of a cluster; run {command}. Received: no TF_CONFIG")
     if values.firewall_rules:
         return _print_rules(os.environ)
     if values.measure:

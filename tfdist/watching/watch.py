@@ -150,7 +150,7 @@ class Watched:
         """Message for a log that is missing."""
         where = f"below {self.directory!r}"
         if self._run is None:
-            return f"there is no update log {where}"
+            return f"there is no update log {where}; name the log_dir of tfdist.callbacks.Telemetry, or of --telemetry"
         return f"there is no update log of the run {self._run!r} {where}; there are: {', '.join(self._names) or 'none'}"
 
     def draw(self, height: int | None, problem: str = "") -> RenderableType:
