@@ -206,7 +206,7 @@ def test_sbatch_wait_waits_and_has_the_jobs_exit_code(cluster, tmp_path, code):
     assert done.returncode == code, done
     job = done.stdout.strip()
     assert cluster.show(job)["JobState"] == ("FAILED" if code else "COMPLETED")
-    assert done.stderr.startswith(f"tfdist: submitted job {job}\n")
+    assert f"tfdist: submitted job {job}\n" in done.stderr
 
 
 def test_ctrl_c_while_it_waits_leaves_the_job_alone(cluster, tmp_path, submit):

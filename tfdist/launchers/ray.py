@@ -246,7 +246,9 @@ def missing(wanted: Mapping[str, Mapping[str, float]], total: Mapping[str, float
         if count > free.get(name, 0)
     ]
     what = f"missing are {', '.join(lacks)}" if lacks else "enough is free, but not on nodes as --strategy asks"
-    return f"{', '.join(wanted)} wait for resources: {what}; they start as nodes join or jobs end"
+    is_too_much = any(count > total.get(name, 0) for name, count in sums.items())
+    remedy = "join, or use less of --num_workers or --resources_per_worker" if is_too_much else "join or jobs end"
+    return f"{', '.join(wanted)} wait for resources: {what}; they start as nodes {remedy}"
 
 
 class RayTask:
