@@ -343,6 +343,7 @@ def test_cpus_per_task_are_those_of_the_smallest_node(options, cpus):
         ("--sbatch=--output=logs/b/%j.out", "logs/b", ""),
         ("--output=%j/out", "", "--output has a folder with a %, and Slurm creates none"),
         ("--output=file/out", "", "--output has a folder that can't be created: File exists"),
+        ("--directory=absent", "", "--directory does not exist; name one that all hosts share. Received: 'absent'"),
     ],
 )
 def test_folder_of_output_is_made_or_refused(output, made, words, tmp_path, monkeypatch, capsys):

@@ -243,8 +243,10 @@ def make_output_folder(job: SlurmJob) -> None:
     """Creates the folder of --output. Slurm creates none: the job would run, and lose all of its output.
 
     Raises:
-      LaunchError: the folder can't be created, or its name depends on the job.
+      LaunchError: the folder can't be created, or its name depends on the job; or --directory does not exist.
     """
+    if not pathlib.Path(job.directory).is_dir():
+        raise LaunchError(f"--directory does not exist; name one that all hosts share. Received: {job.directory!r}")
     output = job.used("output")
     folder = pathlib.Path(job.directory, output).parent
     if "%" in str(folder):

@@ -132,7 +132,8 @@ class LogWriter:
                     self._write()
             except Exception as error:
                 # Telemetry never ends a training, whatever a file system raises.
-                self._warn_once(f"the update log in {self.directory} can't be written, and is tried again: {error!r}")
+                problem = getattr(error, "strerror", None) or repr(error)
+                self._warn_once(f"the update log in {self.directory} can't be written, and is tried again: {problem}")
                 self._is_written = False
 
     def close(self) -> None:
