@@ -18,8 +18,8 @@ How a step flows:
 
 The main thread owns the order of steps, and each worker's thread owns the calls of its worker. They share `step_queue`.
 
-`fit` and `evaluate` call the function that `ParameterServerStrategy.function_of` gives them. A loop of the user's own
-calls `run`, which leaves an operation in its graph that calls Python.
+`fit` and `evaluate` call the function that `ParameterServerStrategy.function_of` gives them; a loop of the user's own
+calls `run`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from tfdist.engines.step_queue import QueuedStep, StepQueue
 from tfdist.engines.transfer import plan
 from tfdist.engines.worker_function import Program, Programs
 from tfdist.passes import splitting, worker_batch
+from tfdist.passes.handle import check_eager
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import Batch, ChiefFeed, Feed, WorkerFeed, WorkerIterator
@@ -168,12 +169,18 @@ class AsynchronousEngine(Engine):
         return make
 
     def run_function(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs any function on one worker; in a graph it leaves an operation that does so each time it runs.
+        """Runs any function on one worker, outside of graphs.
 
         Returns:
           The function's result; of a train or test step of Keras the newest logs (see `step`).
         """
-        return (self._run_eagerly if tf.executing_eagerly() else self._run_in_graph)(step, args, kwargs)
+        check_eager("strategy.run")
+        kind, handles = step.kind, worker_batch.handles_in((args, kwargs))
+        batch = worker_function.unused(handles)
+        in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
+        program = self.programs.find(step, args, kwargs, feed, in_parts)
+        parts = worker_function.parts_on_chief(handles) if in_parts else []
+        return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
 
     def run_on_chief(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs a function untraced, with a batch brought to the chief: prints and breakpoints in it see values."""
@@ -181,32 +188,6 @@ class AsynchronousEngine(Engine):
         args, kwargs = worker_batch.as_values(args, kwargs)
         with self._strategy.scope(), one_replica.replica_on(self._strategy, coordinator.CHIEF_DEVICE):
             return step.function(*args, **kwargs)
-
-    def _run_eagerly(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
-        kind, handles = step.kind, worker_batch.handles_in((args, kwargs))
-        numbers = [int(handle.content) for handle in handles]
-        batch = worker_function.unused(numbers)
-        in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
-        program = self.programs.find(step, args, kwargs, feed, in_parts)
-        parts = worker_function.parts_on_chief(numbers, handles) if in_parts else []
-        return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
-
-    def _run_in_graph(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
-        kind, handles = step.kind, worker_batch.handles_in((args, kwargs))
-        program_for = self._programs_of(step, args, kwargs)
-        program = program_for(bool(handles) and kind not in ("test", "predict"), False)
-
-        def queue(*inputs: tf.Tensor) -> list[np.ndarray]:
-            numbers, tensors = [int(number) for number in inputs[: len(handles)]], list(inputs[len(handles) :])
-            batch = worker_function.unused(numbers)
-            if batch is None and handles:
-                parts = worker_function.parts_on_chief(numbers, handles)
-                return self._dispatch(kind, program_for(False, True), parts + tensors, None)
-            worker_fed = batch is not None and worker_function.feed_for(kind, batch.iterator).in_step
-            return self._dispatch(kind, program_for(worker_fed, False), tensors, batch)
-
-        inputs = [handle.content for handle in handles] + program.flatten_arguments(args, kwargs)
-        return program.rebuild(graphs.call_python(queue, inputs, program.dtypes))
 
     def _programs_of(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Callable[[bool, bool], Program]:
         """Creates the variables of a function; returns what traces it, once for each `worker_fed` and `in_parts`."""

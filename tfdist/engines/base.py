@@ -12,8 +12,9 @@ import abc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tfdist.passes.handle import check_eager
 from tfdist.policies.saved_state import SavedState
-from tfdist.step.step import Step
+from tfdist.step.step import Step, Traces
 
 
 class Engine(SavedState, abc.ABC):
@@ -31,13 +32,17 @@ class Engine(SavedState, abc.ABC):
           An iterator over handles; None if the stock strategy's batches are to be read.
         """
 
-    @abc.abstractmethod
     def run(self, step: Step, handle: Any) -> Any:
-        """Runs a model's `train_step` on the batch of a handle; in cross-replica context, in a graph or eagerly.
+        """Runs a model's `train_step` on the batch of a handle, in cross-replica context.
+
+        By default outside of graphs, by what `prepared` returns.
 
         Returns:
           What the step returns, for all replicas of all workers together.
         """
+        check_eager("strategy.run")
+        traces = self.__dict__.setdefault("_prepared", Traces(most_kept=1))
+        return traces.find(step, (handle.kind,), lambda: self.prepared(step, handle))(handle.of, handle)
 
     def prepared(self, step: Step, handle: Any) -> Callable[[Any, Any], Any] | None:
         """Traces a model's train step for the handles of a kind, if this engine runs Python in each step.

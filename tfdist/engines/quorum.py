@@ -18,9 +18,7 @@ contribution is complete, and the quorum server drops the contribution. All work
 stay equal to the bit.
 
 Ownership: the quorum server owns the policy. Keras' step alone launches collectives and writes variables. The second
-thread computes while Keras' step waits for a round; a contribution that takes longer is dropped. In a graph of the
-user's own the wait is in an operation that calls Python. So it occupies one of TensorFlow's inter-op threads; the
-strategy adds one thread for it.
+thread computes while Keras' step waits for a round; a contribution that takes longer is dropped.
 """
 
 from __future__ import annotations
@@ -47,14 +45,14 @@ from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
-from tfdist.passes.handle import BatchHandle, CountedDataset, registry
+from tfdist.passes.handle import BatchHandle, CountedDataset
 from tfdist.passes.shares import Sum
 from tfdist.policies.records import Contribution, Outcome, Update
 from tfdist.step import contribution, losses, one_replica, step_times, trials
 from tfdist.step import gradients as transforms
 from tfdist.step.replicas import writes_after_inputs
 from tfdist.step.split import SplitTrainStep
-from tfdist.step.step import Step, StepCalls
+from tfdist.step.step import Step
 from tfdist.transport import buckets
 
 # Longest wait, at the end of the program, for a contribution in progress.
@@ -102,15 +100,12 @@ class QuorumEngine(Engine):
         self._sums = sums
         self._prepare = prepare
         self._record = record
-        self._calls = StepCalls(self.trace, self._make_round)
         self._passes = itertools.count(1)
         self._attempts = itertools.count()
         self._step = 0
         self._changed = threading.Condition()
         self._round: _Round | None = None
         self._error: BaseException | None = None
-        # Exception of the last round.
-        self._raised: BaseException | None = None
         self._is_computing = False
         self._is_closing = False
         self._clock = time.monotonic
@@ -155,34 +150,19 @@ class QuorumEngine(Engine):
         return PartIterator(self, self._passes, iterators[0], dataset.own.element_spec, left)
 
     def prepared(self, step: Step, handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
-        """See `Engine.prepared`."""
+        """See `Engine.prepared`.
+
+        A step raises ConnectionError if the quorum server or another worker is gone, and `tf.errors.OutOfRangeError` if
+        the data have ended, on all workers.
+        """
         traced = self.trace(step, handle)
         # Rows of tables differ in number from batch to batch.
         update = tf.function(traced.update, autograph=False, input_signature=[traced.specs])
 
         def make(iterator: Any, handle: BatchHandle) -> Any:
-            # An error that a user's own loop has left explains no error from here on.
-            self._raised = None
-            return update(self._round_of(traced, iterator.of_last_handle))
+            return update(self._round_of(traced, handle.of))
 
         return make
-
-    def run(self, step: Step, handle: BatchHandle) -> Any:
-        """Makes an update from one batch of all workers; in cross-replica context, in a graph or eagerly.
-
-        Args:
-          step: a model's `train_step`.
-          handle: of a data set of this engine.
-
-        Returns:
-          The step's result for all workers together.
-
-        Raises:
-          ConnectionError: the quorum server or another worker is gone.
-          tf.errors.OutOfRangeError: the data have ended, on all workers.
-        """
-        traced, flat = self._calls.run(step, handle)
-        return traced.update(flat)
 
     def trace(self, step: Step, handle: BatchHandle) -> QuorumStep:
         """Traces a model's `train_step` for batches like this one."""
@@ -191,19 +171,8 @@ class QuorumEngine(Engine):
 
     # In Keras' step.
 
-    def _make_round(self, traced: QuorumStep, of: PartIterator) -> list[tf.Tensor]:
-        """Waits until the next update is decided; returns this worker's contribution to it, or zeros."""
-        self._raised = None
-        try:
-            return self._round_of(traced, of)
-        except tf.errors.OutOfRangeError:
-            # The loop's end, which no error of a later call has to do with.
-            raise
-        except BaseException as error:
-            self._raised = error
-            raise
-
     def _round_of(self, traced: QuorumStep, of: PartIterator) -> list[tf.Tensor]:
+        """Waits until the next update is decided; returns this worker's contribution to it, or zeros."""
         opened_at = self._clock()
         current = _Round(traced, of, self._step)
         with self._changed:
@@ -241,12 +210,6 @@ class QuorumEngine(Engine):
             known = outcome, verdict.step - step, float(is_accepted), 0.0, input_secs
             found.append(Contribution(self._worker, start, arrival, *known))
         return tuple(found)
-
-    def raised_in_step(self, error: Exception) -> BaseException | None:
-        """See `Engine.raised_in_step`: the exception of the last round."""
-        del error
-        raised, self._raised = self._raised, None
-        return raised
 
     def _check(self) -> None:
         with self._changed:
@@ -353,7 +316,7 @@ class PartIterator(handles.HandleIterator):
         self._left = left
         self.number = 0
         self.iterator = iterator
-        self._handle = registry.kind(engine, element_spec).handle(registry.open(self))
+        self._kind = handles.registry.kind(engine, element_spec)
 
     def next_handle(self) -> handles.BatchHandle | None:
         """See `HandleIterator`."""
@@ -361,7 +324,7 @@ class PartIterator(handles.HandleIterator):
             return None
         self.number = self.number or next(self._numbers)
         self._left -= self._left > 0
-        return self._handle
+        return BatchHandle(self._kind, self)
 
 
 # Traced functions of a train step whose gradients are summed by an all-reduce of the workers that have arrived.

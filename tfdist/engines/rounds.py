@@ -42,7 +42,7 @@ import tensorflow as tf
 from tfdist import model_parallel
 from tfdist.compat.keras import optimizers, placement
 from tfdist.compat.keras.calls import Call
-from tfdist.compat.tensorflow import coordinator, graphs, replicas
+from tfdist.compat.tensorflow import coordinator, replicas
 from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
 from tfdist.coordination import delay_hook, stalls
 from tfdist.coordination.round_runner import RoundRunner
@@ -54,7 +54,7 @@ from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting
 from tfdist.passes.worker_batch import PartLayout, WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator, find_iterator
+from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.step import gradients as gradient_transforms
@@ -164,25 +164,6 @@ class RoundEngine(Engine):
         """Begins a pass over a data set, for any loop."""
         del fit
         return WorkerIterator(self._engine, dataset)
-
-    def run(self, step: Step, handle: WorkerBatch) -> Any:
-        """Makes an update from the contributions of several workers; in a graph or eagerly.
-
-        Args:
-          step: a model's `train_step`.
-          handle: of a data set of this engine.
-
-        Returns:
-          The logs after the update.
-        """
-        traced = self._traced(step, handle)
-        if tf.executing_eagerly():
-            return traced.rebuild(self.step(traced, find_iterator(int(handle.content))))
-
-        def update(number: tf.Tensor) -> list[np.ndarray]:
-            return self.step(traced, find_iterator(int(number)))
-
-        return traced.rebuild(graphs.call_python(update, [handle.content], traced.dtypes))
 
     def prepared(self, step: Step, handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`."""

@@ -31,14 +31,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras import placement
+from tfdist.compat.keras import calls, placement
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.coordination import delay_hook, stalls
 from tfdist.coordination.round_runner import RoundRunner
 from tfdist.engines.base import Engine
 from tfdist.passes import replica_batches, splitting
-from tfdist.passes.handle import BatchHandle, registry
+from tfdist.passes.handle import BatchHandle
 from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
 from tfdist.policies.base import Aggregation, Update
 from tfdist.step import gradients, losses, one_replica, trials
@@ -46,7 +46,7 @@ from tfdist.step.contribution import ReplicaContribution, add_up
 from tfdist.step.logs import Packing
 from tfdist.step.replicas import build_optimizer
 from tfdist.step.split import SplitTrainStep
-from tfdist.step.step import Step, StepCalls
+from tfdist.step.step import Step
 
 _CLOSING_SECS = 2.0
 
@@ -98,46 +98,32 @@ class ThreadedEngine(Engine):
         ]
         self._is_started = False
         self._strategy = weakref.ref(strategy)
-        self._calls = StepCalls(self.trace, self._step)
         # Called by `close`, when the engine is collected, or at the end of the process.
         self._end_threads = weakref.finalize(self, _close, self._shared, self._reporter, self._threads)
 
-    def distribute(self, dataset: tf.data.Dataset) -> replica_batches.ReplicaDataset:
-        """Returns a data set of handles whose global batches are divided among the devices."""
-        return replica_batches.ReplicaDataset(self, dataset, len(self._threads))
+    def distribute(self, dataset: tf.data.Dataset, whole: Callable[[], Any]) -> replica_batches.ReplicaDataset:
+        """Returns a data set of handles whose global batches are divided among the devices; others read `whole()`."""
+        return replica_batches.ReplicaDataset(self, dataset, len(self._threads), whole)
 
-    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> replica_batches.ReplicaDataset:
+    def distribute_own(
+        self, datasets: Sequence[tf.data.Dataset], whole: Callable[[], Any]
+    ) -> replica_batches.ReplicaDataset:
         """Returns a data set of handles, from one data set per device, which the device's thread reads."""
-        return replica_batches.ReplicaDatasetFromFunction(self, datasets)
+        return replica_batches.ReplicaDatasetFromFunction(self, datasets, whole)
 
-    def open(self, dataset: replica_batches.ReplicaDataset, fit: Call | None) -> ReplicaIterator:
-        """Opens a pass over a data set, for any loop."""
-        del fit
-        return dataset.iterate()
-
-    def run(self, step: Step, handle: BatchHandle) -> Any:
-        """Makes an update from the batch that a handle stands for; in a graph or eagerly.
-
-        Args:
-          step: a model's `train_step`.
-          handle: of a data set of this engine.
-
-        Returns:
-          The step's result for all devices together.
-
-        Raises:
-          Exception: the exception of a replica.
-          TimeoutError: no replica made progress for `stall_timeout_secs`.
-        """
-        traced, flat = self._calls.run(step, handle)
-        return traced.rebuild(flat)
+    def open(self, dataset: replica_batches.ReplicaDataset, fit: Call | None) -> ReplicaIterator | None:
+        """Opens a pass over a data set, for `fit` and loops of the user's own."""
+        return dataset.iterate() if fit is not None or calls.current() is None else None
 
     def prepared(self, step: Step, handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
-        """See `Engine.prepared`."""
+        """See `Engine.prepared`.
+
+        A step raises the exception of a replica, and TimeoutError if none made progress for `stall_timeout_secs`.
+        """
         traced = self.trace(step, handle)
 
         def make(iterator: Any, handle: BatchHandle) -> Any:
-            return traced.rebuild(self._step(traced, iterator.of_last_handle))
+            return traced.rebuild(self._step(traced, handle.of))
 
         return make
 
@@ -147,7 +133,7 @@ class ThreadedEngine(Engine):
 
     def example(self, handle: BatchHandle) -> Any:
         """Returns a replica's part of the batch, or a part with the same spec."""
-        return registry.find(handle.content).example()
+        return handle.of.example()
 
     def close(self) -> None:
         """Ends the threads; may be called again."""

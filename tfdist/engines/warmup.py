@@ -287,11 +287,6 @@ class WarmupIterator(handles.HandleIterator):
             self._rest = found
         return self._rest.next_handle()
 
-    @property
-    def of_last_handle(self) -> Any:
-        """See `HandleIterator`."""
-        return self if self._rest is None else self._rest
-
     def has_next(self) -> bool:
         """True if there is another batch, which is read ahead if their number is not known."""
         if self.left == tf.data.UNKNOWN_CARDINALITY and not self._ahead:

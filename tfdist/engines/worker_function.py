@@ -22,7 +22,7 @@ from tfdist.engines.transfer import plan
 from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting, worker_batch
 from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
-from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator, find_batch_state
+from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator
 from tfdist.step import gradients, one_replica, rehearsal, step_times
 from tfdist.step.logs import Packing
 from tfdist.step.step import Step, Traces
@@ -430,30 +430,27 @@ def in_tensors(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, An
 
 
 def spec_of(leaf: Any) -> Any:
-    """Returns the spec that a step is traced for: for a batch its kind, without its number."""
+    """Returns the spec that a step is traced for: for a batch its kind."""
     if isinstance(leaf, WorkerBatch):
-        return leaf.kind.spec
+        return leaf.kind
     return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
 
 
-def unused(handles: Sequence[int]) -> Batch | None:
+def unused(handles: Sequence[WorkerBatch]) -> Batch | None:
     """Returns the batch of these handles and marks it as used; None if they have several, or it was used before."""
-    if len(set(handles)) != 1:
+    batches = {handle.batch for handle in handles}
+    if len(batches) != 1:
         return None
-    batch = find_batch_state(handles[0])
+    (batch,) = batches
     if batch.is_used:
         return None
     batch.is_used = True
     return batch
 
 
-def parts_on_chief(numbers: Sequence[int], handles: Sequence[WorkerBatch]) -> list[Any]:
-    """Returns the values of the parts that these handles stand for, flat; `numbers` are the batches' numbers."""
-    parts = []
-    for number, handle in zip(numbers, handles, strict=True):
-        whole = tf.nest.pack_sequence_as(handle.whole_spec, find_batch_state(number).values(), expand_composites=True)
-        parts += tf.nest.flatten(handle.pick(whole), expand_composites=True)
-    return parts
+def parts_on_chief(handles: Sequence[WorkerBatch]) -> list[Any]:
+    """Returns the values of the parts that these handles stand for, flat."""
+    return tf.nest.flatten([handle.value() for handle in handles], expand_composites=True)
 
 
 def feed_for(kind: str, iterator: WorkerIterator) -> Feed:

@@ -5,22 +5,18 @@
     next(iterator)  ->  BatchHandle    names the engine and the pass, and reads at most data
     strategy.run(step, (handle,))  ->  handle.engine.run(step, handle): takes the batch, and makes the step
 
-In `fit`, engines that run Python in each step make it in a plain function (`executions`), and no graph has a handle.
-Elsewhere `run` is called once while a `tf.function` is traced, or at each step with `run_eagerly=True`. What must
-happen at each step is therefore in the graph: an operation that calls Python, or plain operations.
+Engines that run Python in each step (parameter servers, threads, quorum) make it in plain Python: in `fit` within
+`executions`, in a user's loop within `run`. Their handles are plain objects, and no graph takes one (`check_eager`).
+The others leave the step in the graph of Keras' function, which takes handles with a content:
 
 | engine | content of a handle | left in the graph by `run` |
 |---|---|---|
-| threads | number of the pass | an operation in which the threads of all devices contribute and update |
-| quorum | number of the pass | an operation that waits for this worker's contribution; all-reduce, update |
 | averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
 | warmup | elements of the data, or iterators over them | the step of one replica, of several, or of none |
-| parameter_server | numbers of pass and batch, an int64 | in own loops: an operation that makes the step |
 | the strategy (multi-worker, no policy) | the worker's part, from tf.data | the step of its replica |
 
-Ownership. A `HandleKind` is the type of all handles that one trace serves. This module has the registry of all kinds,
-passes and data sets that a graph names by number. It keeps neither passes nor engines alive: a strategy owns its
-engine, Keras owns the iterator, and the iterator owns its pass. The pass owns the position in the data.
+Ownership. A `HandleKind` is the type of all handles that one trace serves. The registry of kinds keeps no engine alive:
+a strategy owns its engine, Keras owns the iterator, and a handle its pass. The pass owns the position in the data.
 
 The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
 is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
@@ -44,8 +40,6 @@ from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import graphs, inputs, replicas
 from tfdist.passes import splitting
 
-_PASS_NUMBER = tf.TensorSpec([], tf.int64)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HandleKind:
@@ -56,8 +50,7 @@ class HandleKind:
       engine_of: returns the engine, or strategy, that makes the steps on the handles; None if it is gone.
       element_spec: the structure of `tf.TypeSpec`s of a batch, or of the engine's own elements.
       form: for the engine, hashable: how it runs a step on such a batch.
-      content_spec: the structure of `tf.TypeSpec`s of a handle's content.
-      handle_type: the class of the handles.
+      content_spec: the structure of `tf.TypeSpec`s of a handle's content, if it has one.
     """
 
     number: int
@@ -65,76 +58,49 @@ class HandleKind:
     element_spec: Any
     form: Any
     content_spec: Any
-    handle_type: type[BatchHandle]
 
     @functools.cached_property
-    def spec(self) -> BatchHandleSpec:
-        """The type of the handles, for `tf.function` and tf.data."""
-        return BatchHandleSpec(self.number)
+    def spec(self) -> ContentHandleSpec:
+        """The type of the handles with a content, for `tf.function` and tf.data."""
+        return ContentHandleSpec(self.number)
 
-    def handle(self, content: Any) -> Any:
-        """A handle of this kind."""
+    def handle(self, content: Any) -> ContentHandle:
+        """A handle of this kind, with its content."""
         flat = [leaf for leaf in tf.nest.flatten(content, expand_composites=True) if leaf is not None]
-        return self.handle_type(self, flat)
+        return ContentHandle(self, flat)
 
 
 class _Registry:
-    """All kinds of handles, and the passes and data sets that graphs name by number."""
+    """All kinds of handles."""
 
     def __init__(self) -> None:
-        # 0 names nothing.
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count()
         self._kinds: dict[Hashable, HandleKind] = {}
         self._by_number: dict[int, HandleKind] = {}
-        self._entries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        # Of the kinds: two threads may fit two models.
+        # Two threads may fit two models.
         self._lock = threading.Lock()
 
-    def kind(
-        self,
-        engine: Any,
-        element_spec: Any,
-        form: Any = (),
-        content_spec: Any = _PASS_NUMBER,
-        handle_type: type[BatchHandle] | None = None,
-    ) -> HandleKind:
+    def kind(self, engine: Any, element_spec: Any, form: Any = (), content_spec: Any = None) -> HandleKind:
         """The kind of these properties; the same object each time, so that a step is traced once.
 
         Args:
           engine: runs steps on the handles; kept weakly.
           element_spec: see `HandleKind`.
           form: see `HandleKind`.
-          content_spec: see `HandleKind`; the number of a pass by default.
-          handle_type: see `HandleKind`; `BatchHandle` by default.
+          content_spec: see `HandleKind`.
         """
-        engine_of, handle_type = weakref.ref(engine), handle_type or BatchHandle
-        key = engine_of, repr(element_spec), form, repr(content_spec), handle_type
+        engine_of = weakref.ref(engine)
+        key = engine_of, repr(element_spec), form, repr(content_spec)
         with self._lock:
             if key not in self._kinds:
                 self._forget_the_kinds_of_the_dead()
-                kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec, handle_type)
+                kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec)
                 self._kinds[key] = self._by_number[kind.number] = kind
             return self._kinds[key]
 
     def kind_of(self, number: int) -> HandleKind:
         """The kind with this number."""
         return self._by_number[number]
-
-    def add(self, entry: Any) -> int:
-        """Registers a pass or a data set, weakly; returns its number."""
-        number = next(self._numbers)
-        self._entries[number] = entry
-        return number
-
-    def open(self, a_pass: Any) -> tf.Tensor:
-        """Registers a pass, weakly; returns its number as a tensor, the content of its handles."""
-        number = self.add(a_pass)
-        with tf.device("/device:CPU:0"):
-            return tf.constant(number, tf.int64)
-
-    def find(self, number: int | tf.Tensor) -> Any:
-        """The pass, or the data set, with this number."""
-        return self._entries[int(number)]
 
     def _forget_the_kinds_of_the_dead(self) -> None:
         for key in [key for key, kind in self._kinds.items() if kind.engine_of() is None]:
@@ -144,31 +110,22 @@ class _Registry:
 registry = _Registry()
 
 
-class BatchHandle(inputs.CompositeBatch, tf.distribute.DistributedValues):
+class BatchHandle(tf.distribute.DistributedValues):
     """Handle of a batch, for `strategy.run(step, (handle,))`.
 
     Args:
       kind: its type.
-      flat: its content, as flat tensors.
+      of: the pass that it is of, which it keeps alive; None for a handle with a content.
     """
 
-    def __init__(self, kind: HandleKind, flat: Sequence[tf.Tensor]) -> None:
-        self._flat = list(flat)
+    def __init__(self, kind: HandleKind, of: Any = None) -> None:
         self.kind = kind
-
-    @property
-    def _type_spec(self) -> BatchHandleSpec:
-        return self.kind.spec
+        self.of = of
 
     @property
     def engine(self) -> Any:
         """The `engines.base.Engine` that runs train steps on it."""
         return self.kind.engine_of()
-
-    @property
-    def content(self) -> Any:
-        """The number of a pass, or the structure of tensors that the handle was made with."""
-        return tf.nest.pack_sequence_as(self.kind.content_spec, self._flat, expand_composites=True)
 
     def __iter__(self) -> Any:
         raise TypeError(
@@ -177,8 +134,30 @@ class BatchHandle(inputs.CompositeBatch, tf.distribute.DistributedValues):
         )
 
 
-class BatchHandleSpec(tf.TypeSpec):
-    """The type of a handle, for `tf.function` and tf.data.
+class ContentHandle(inputs.CompositeBatch, BatchHandle):
+    """Handle of a batch that has all of which a step is made, as tensors: a graph can take it.
+
+    Args:
+      kind: its type.
+      flat: its content, as flat tensors.
+    """
+
+    def __init__(self, kind: HandleKind, flat: Sequence[tf.Tensor]) -> None:
+        BatchHandle.__init__(self, kind)
+        self._flat = list(flat)
+
+    @property
+    def _type_spec(self) -> ContentHandleSpec:
+        return self.kind.spec
+
+    @property
+    def content(self) -> Any:
+        """The structure of tensors that the handle was made with."""
+        return tf.nest.pack_sequence_as(self.kind.content_spec, self._flat, expand_composites=True)
+
+
+class ContentHandleSpec(tf.TypeSpec):
+    """The type of a handle with a content, for `tf.function` and tf.data.
 
     Args:
       number: of the kind.
@@ -188,11 +167,11 @@ class BatchHandleSpec(tf.TypeSpec):
         self.kind = registry.kind_of(number)
 
     @property
-    def value_type(self) -> type[BatchHandle]:
+    def value_type(self) -> type[ContentHandle]:
         """See `tf.TypeSpec`."""
-        return self.kind.handle_type
+        return ContentHandle
 
-    def to_tensors(self, value: BatchHandle) -> list[tf.Tensor]:
+    def to_tensors(self, value: ContentHandle) -> list[tf.Tensor]:
         """See `tf.types.experimental.TraceType`: the inherited result, faster, because each step calls it."""
         return list(value._flat)
 
@@ -203,11 +182,31 @@ class BatchHandleSpec(tf.TypeSpec):
     def _component_specs(self) -> list[tf.TypeSpec]:
         return tf.nest.flatten(self.kind.content_spec, expand_composites=True)
 
-    def _to_components(self, value: BatchHandle) -> list[tf.Tensor]:
+    def _to_components(self, value: ContentHandle) -> list[tf.Tensor]:
         return value._flat
 
-    def _from_components(self, components: Sequence[tf.Tensor]) -> BatchHandle:
-        return self.kind.handle_type(self.kind, components)
+    def _from_components(self, components: Sequence[tf.Tensor]) -> ContentHandle:
+        return ContentHandle(self.kind, components)
+
+
+def check_eager(received: str) -> None:
+    """Raises RuntimeError within a `tf.function`, where no step of servers or of a policy can be made.
+
+    Args:
+      received: what the loop does there, for the message.
+    """
+    if not tf.executing_eagerly():
+        refuse_graph(received)
+
+
+def refuse_graph(received: str = "a data set") -> Any:
+    """Raises the error of `check_eager`."""
+    raise RuntimeError(
+        "under ParameterServerStrategy, and under policies, Python makes each step, and strategy.run compiles its "
+        "function by itself: leave the tf.function around the loop away, and write: for batch in "
+        "strategy.experimental_distribute_dataset(dataset): logs = strategy.run(model.train_step, args=(batch,)). "
+        f"Received: {received} within a tf.function"
+    )
 
 
 class DistributedDataset(inputs.DistributedDatasetBase):
@@ -247,13 +246,9 @@ class DistributedDataset(inputs.DistributedDatasetBase):
         """Batches in one pass, or one of tf.data's constants for an unknown or endless number."""
         return int(self.own.cardinality())
 
-    def in_graph(self) -> Any:
-        """Returns the data set over which a `tf.function` iterates."""
-        return self.whole
-
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
-            return iter(self.in_graph())
+            return iter(self.whole)
         opened = self._engine.open(self, calls.iterating_fit())
         return iter(self.whole) if opened is None else opened
 
@@ -270,7 +265,7 @@ def in_handles(engine: Any, dataset: tf.data.Dataset, form: Hashable = (), prefe
     is_tuple = isinstance(dataset.element_spec, tuple)
     kind = registry.kind(engine, dataset.element_spec, form, dataset.element_spec)
 
-    def give(*element: Any) -> BatchHandle:
+    def give(*element: Any) -> ContentHandle:
         return kind.handle(element if is_tuple else element[0])
 
     given = splitting.in_order(dataset.map(tf.autograph.experimental.do_not_convert(give)))
@@ -349,11 +344,6 @@ class HandleIterator:
         """The same as `next(self)`."""
         return next(self)
 
-    @property
-    def of_last_handle(self) -> Any:
-        """The pass of the last handle: this one, unless it continues the pass of another engine."""
-        return self
-
 
 def executions(
     model: Any, stock: Callable[[Any], Any], prepare: Callable[[BatchHandle], Callable[[Any, BatchHandle], Any]]
@@ -362,8 +352,7 @@ def executions(
 
     Args:
       model: the model.
-      stock: the function that Keras has made. It serves iterators that give no handles, and each handle for which
-        `prepare` returns `one_by_one(stock)`.
+      stock: makes an execution of an iterator that gives no handles; the function that Keras has made, mostly.
       prepare: called with the first handle of each kind; returns what makes a step of a handle, and returns the logs.
         Its arguments are the iterator and the handle.
     """
@@ -397,11 +386,6 @@ def executions(
         return logs
 
     return function
-
-
-def one_by_one(stock: Callable[[Any], Any]) -> Callable[[Any, BatchHandle], Any]:
-    """Makes a step of each handle by the function that Keras has made; see `executions`."""
-    return lambda iterator, handle: stock([handle])
 
 
 def is_optional(leaf: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,45 +20,10 @@ from tfdist.passes import splitting
 
 
 def distributed(handle: handles.BatchHandle) -> Any:
-    """The batch that a handle stands for as distributed values, in a graph or outside."""
-    num_parts, is_whole = handle.kind.form
-    if tf.executing_eagerly():
-        parts = [handles.without_optionals(part) for part in handles.registry.find(handle.content).take().parts()]
-        return replicas.values_of_replicas(parts, always_wrap=False)
-    element_spec = handle.kind.element_spec
-    spec = splitting.part_spec(element_spec, num_parts) if is_whole else element_spec
-    specs = _tensors(spec) * num_parts
-    tensors = tf.py_function(_read, [handle.content], [each.dtype for each in specs])
-    for tensor, each in zip(tensors, specs, strict=True):
-        tensor.set_shape(each.shape)
-    supply = iter(tensors)
-    return replicas.values_of_replicas([_packed(spec, supply) for _ in range(num_parts)], always_wrap=False)
-
-
-def _read(number: tf.Tensor) -> list[tf.Tensor]:
-    try:
-        parts = handles.registry.find(number).take().parts()
-        return [tensor for part in parts for tensor in _tensors(part)]
-    except tf.errors.OutOfRangeError:
-        # As the end of the data an operation passes on this one only.
-        end = StopIteration("End of sequence")
-    raise end
-
-
-def _tensors(structure: Any) -> list[Any]:
-    """The tensors, or their specs, of a batch."""
-    leaves = [leaf for leaf in tf.nest.flatten(structure) if not handles.is_optional(leaf)]
-    return tf.nest.flatten(leaves, expand_composites=True)
-
-
-def _packed(spec: Any, tensors: Iterator[tf.Tensor]) -> Any:
-    def pack(leaf: Any) -> Any:
-        if handles.is_optional(leaf):
-            return None
-        count = len(tf.nest.flatten(leaf, expand_composites=True))
-        return tf.nest.pack_sequence_as(leaf, list(itertools.islice(tensors, count)), expand_composites=True)
-
-    return tf.nest.map_structure(pack, spec)
+    """The batch that a handle stands for as distributed values, outside of graphs."""
+    handles.check_eager("a batch")
+    parts = [handles.without_optionals(part) for part in handle.of.take().parts()]
+    return replicas.values_of_replicas(parts, always_wrap=False)
 
 
 class WholeBatch:
@@ -122,19 +87,20 @@ class OwnParts:
 
 
 class ReplicaDataset(handles.CountedDataset):
-    """A data set whose batches are divided among the replicas, whoever reads it. It is read once, in order.
+    """A data set whose batches are divided among the replicas. It is read once, in order.
 
     Args:
       engine: runs the steps on its batches.
       dataset: yields global batches.
       num_parts: how many replicas there are.
+      whole: see `DistributedDataset`.
     """
 
     is_whole = True
 
-    def __init__(self, engine: Any, dataset: tf.data.Dataset, num_parts: int) -> None:
+    def __init__(self, engine: Any, dataset: tf.data.Dataset, num_parts: int, whole: Callable[[], Any]) -> None:
         splitting.check_batched(dataset.element_spec, num_parts)
-        super().__init__(engine, dataset.prefetch(1), _refuse_graph)
+        super().__init__(engine, dataset.prefetch(1), whole)
         self.num_parts = num_parts
         self.kind = handles.registry.kind(engine, self.element_spec, (num_parts, self.is_whole))
 
@@ -147,6 +113,14 @@ class ReplicaDataset(handles.CountedDataset):
     def part_spec(self) -> Any:
         """See `DistributedDataset.part_spec`."""
         return splitting.part_spec(self.element_spec, self.num_parts) if self.is_whole else self.element_spec
+
+    @property
+    def _type_spec(self) -> Any:
+        return handles.refuse_graph()
+
+    def __iter__(self) -> Any:
+        handles.check_eager("a data set")
+        return super().__iter__()
 
     def iterate(self) -> ReplicaIterator:
         """Opens a pass over the data.
@@ -174,12 +148,13 @@ class ReplicaDatasetFromFunction(ReplicaDataset):
     Args:
       engine: runs the steps on its batches.
       datasets: one for each replica, of its parts, all of one structure.
+      whole: see `DistributedDataset`.
     """
 
     is_whole = False
 
-    def __init__(self, engine: Any, datasets: Sequence[tf.data.Dataset]) -> None:
-        super().__init__(engine, datasets[0], len(datasets))
+    def __init__(self, engine: Any, datasets: Sequence[tf.data.Dataset], whole: Callable[[], Any]) -> None:
+        super().__init__(engine, datasets[0], len(datasets), whole)
         self.datasets = [dataset.prefetch(1) for dataset in datasets]
 
     @property
@@ -211,10 +186,10 @@ class ReplicaIterator(handles.HandleIterator):
         self._waiting: collections.deque[Any] = collections.deque()
         # The batch after those, or the error in place of it.
         self._ahead: Any = None
-        self._handle = dataset.kind.handle(handles.registry.open(self))
 
     def next_handle(self) -> handles.BatchHandle | None:
         """See `HandleIterator`."""
+        handles.check_eager("next(iterator)")
         if self._ahead is None:
             self.read_ahead()
         batch, self._ahead = self._ahead, None
@@ -223,7 +198,7 @@ class ReplicaIterator(handles.HandleIterator):
         if isinstance(batch, Exception):
             raise batch
         self._waiting.append(batch)
-        return self._handle
+        return handles.BatchHandle(self._dataset.kind, self)
 
     def read_ahead(self) -> None:
         """Reads the batch for the next handle, if that was not done; `next` raises what goes wrong."""
@@ -263,10 +238,6 @@ class _OwnIterator(ReplicaIterator):
         """Takes the batch of the handle that was given first."""
         self._waiting.popleft()
         return OwnParts(self._own)
-
-
-def _refuse_graph() -> Any:
-    raise RuntimeError("iter(dataset) must be called outside of a tf.function where policies decide.")
 
 
 def _has_only_its_size_open(spec: Any) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handles of batches in the chief's loop, and the transfer of a batch to the chief.
 
-`next(iterator)` returns a **handle** of each batch: a `WorkerBatch`, which is a `BatchHandle` (`data/handle`). Its
-content is one int64 with the pass and the position. Unpacking it returns handles of the parts of the batch, which are
-of other kinds. Inside a function given to `strategy.run`, a handle is replaced by the batch, or by the part.
+`next(iterator)` returns a **handle** of each batch: a `WorkerBatch`, which is a `BatchHandle` (`passes/handle`).
+Unpacking it returns handles of the parts of the batch, which are of other kinds. Inside a function given to
+`strategy.run`, a handle is replaced by the batch, or by the part.
 
 The **owner** of a batch is the process that reads it:
 
@@ -27,36 +27,20 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.tensorflow import graphs
-from tfdist.passes.handle import BatchHandle, HandleKind, registry
-
-# A handle has the number of its pass, and in the lower bits the number of the batch. Batch 0 is "the next batch".
-_POSITION_BITS = 40
+from tfdist.passes.handle import BatchHandle, HandleKind, check_eager, registry
 
 
 class BatchOfPass(Protocol):
-    """The part of a batch that a handle needs."""
+    """The part of a batch that a handle needs.
+
+    Attributes:
+      iterator: the pass.
+    """
+
+    iterator: Any
 
     def values(self) -> list[Any]:
         """Returns the batch on the chief, flat."""
-        ...
-
-
-class Pass(Protocol):
-    """The part of a pass over the data that its handles need.
-
-    Attributes:
-      id: the number of the pass in this program.
-    """
-
-    id: int
-
-    def batch(self, number: int) -> BatchOfPass:
-        """Returns the batch of this number."""
-        ...
-
-    def next_for_graph(self) -> int:
-        """Returns the int64 of a handle of the next batch, for a handle made within a graph."""
         ...
 
 
@@ -86,19 +70,20 @@ class WorkerBatch(BatchHandle):
     like the batch, and is converted to the batch's value where a tensor is needed.
 
     Args:
-      kind: its type, with a `PartLayout`; a `tf.function` is traced for each kind.
-      flat: its content, alone in a list: int64 scalar, the numbers of pass and batch.
-      batch: the state of the batch, which it keeps alive.
+      kind: its type, with a `PartLayout`; a function is traced for each kind.
+      batch: the state of the batch; by default it stands for the next one of the pass that takes it.
     """
 
-    def __init__(self, kind: HandleKind, flat: Sequence[tf.Tensor], batch: BatchOfPass | None = None) -> None:
-        super().__init__(kind, flat)
+    def __init__(self, kind: HandleKind, batch: BatchOfPass | None = None) -> None:
+        super().__init__(kind, batch and batch.iterator)
         self._batch = batch
 
     @property
-    def content(self) -> tf.Tensor:
-        """The numbers of pass and batch, an int64 scalar."""
-        return self._flat[0]
+    def batch(self) -> Any:
+        """The state of the batch."""
+        if self._batch is None:
+            raise RuntimeError("the next batch of a pass has no state yet")
+        return self._batch
 
     @property
     def element_spec(self) -> Any:
@@ -126,7 +111,7 @@ class WorkerBatch(BatchHandle):
         leaves = tf.nest.flatten(numbered[key])
         first = layout.first + (leaves[0] if leaves else 0)
         kind = _kind_of(self.engine, part[key], dataclasses.replace(layout, first=first))
-        return WorkerBatch(kind, self._flat, self._batch)
+        return WorkerBatch(kind, self._batch)
 
     def __getitem__(self, key: Any) -> Any:
         part = self.element_spec
@@ -168,15 +153,9 @@ class WorkerBatch(BatchHandle):
 
     def value(self) -> Any:
         """Copies the batch, or the part, to the chief."""
-        whole = self.whole_spec
-        specs = flat_specs(whole)
-        if tf.executing_eagerly():
-            flat = [tf.convert_to_tensor(leaf) for leaf in find_batch(int(self.content)).values()]
-        else:
-            flat = graphs.call_python(_values, [self.content], [spec.dtype for spec in specs])
-            for tensor, spec in zip(flat, specs, strict=True):
-                tensor.set_shape(spec.shape)
-        return self.pick(tf.nest.pack_sequence_as(whole, flat, expand_composites=True))
+        check_eager("the value of a batch")
+        flat = [tf.convert_to_tensor(leaf) for leaf in self.batch.values()]
+        return self.pick(tf.nest.pack_sequence_as(self.whole_spec, flat, expand_composites=True))
 
     def numpy(self) -> Any:
         """The value, as an array or a structure of arrays."""
@@ -214,26 +193,6 @@ for _name in ("neg", "abs", "lt", "le", "gt", "ge", "float", "int", "bool"):
     setattr(WorkerBatch, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def handle_of(iterator_id: int, number: int) -> int:
-    """Returns the int64 for a batch of a pass."""
-    return (iterator_id << _POSITION_BITS) | number
-
-
-def find_pass(handle: int) -> Pass:
-    """Returns the pass that a handle belongs to."""
-    return registry.find(handle >> _POSITION_BITS)
-
-
-def find_batch(handle: int) -> BatchOfPass:
-    """Returns the batch that a handle stands for."""
-    return find_pass(handle).batch(number_in(handle))
-
-
-def number_in(handle: int) -> int:
-    """Returns the number of a handle's batch within its pass; 0 for the next batch."""
-    return handle & ((1 << _POSITION_BITS) - 1)
-
-
 def kind_of(engine: Any, element_spec: Any, marks_end: bool = False, has_totals: bool = False) -> HandleKind:
     """Returns the kind of the handles of whole batches.
 
@@ -247,12 +206,7 @@ def kind_of(engine: Any, element_spec: Any, marks_end: bool = False, has_totals:
 
 
 def _kind_of(engine: Any, element_spec: Any, layout: PartLayout) -> HandleKind:
-    return registry.kind(engine, element_spec, layout, handle_type=WorkerBatch)
-
-
-def handle(number: int, kind: HandleKind, batch: BatchOfPass | None = None) -> WorkerBatch:
-    """Returns a handle of this kind from its int64; it keeps `batch`, the state of the batch, alive."""
-    return WorkerBatch(kind, [tf.constant(number, tf.int64)], batch)
+    return registry.kind(engine, element_spec, layout)
 
 
 def flat_specs(spec: Any) -> list[tf.TensorSpec]:
@@ -280,7 +234,3 @@ def _replaced(structures: Sequence[Any], replace: Callable[[WorkerBatch], Any]) 
 def handles_in(arguments: Any) -> list[WorkerBatch]:
     """Returns the handles among arguments."""
     return [leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, WorkerBatch)]
-
-
-def _values(handle: tf.Tensor) -> list[Any]:
-    return find_batch(int(handle)).values()

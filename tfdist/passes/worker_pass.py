@@ -25,7 +25,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, cast
 
@@ -33,14 +32,10 @@ import tensorflow as tf
 
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
-from tfdist.compat.tensorflow.graphs import LoopIterator
-from tfdist.passes import splitting, worker_batch, worker_dataset
-from tfdist.passes.handle import HandleIterator, registry
+from tfdist.passes import splitting
+from tfdist.passes.handle import HandleIterator, check_eager
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset
-
-# The states of this many batches are kept for handles made within a graph, which hold no reference.
-_KEPT_FOR_GRAPHS = 8
 
 
 class Steps(Protocol):
@@ -365,23 +360,16 @@ class Batch:
 
     Args:
       iterator: the pass.
-      number: number of the batch, from 1 on; 0 for the next batch.
     """
 
-    def __init__(self, iterator: WorkerIterator, number: int = 0):
+    def __init__(self, iterator: WorkerIterator):
         self.iterator = iterator
-        self.number = number
         # True if a step has read the batch, or was given the chief's value.
         self.is_used = False
         # Flat, on the worker that has read it.
         self.on_worker: Sequence[tf.Tensor] | None = None
         # Flat, on the chief.
         self.on_chief: Sequence[Any] | None = None
-
-    @property
-    def handle(self) -> int:
-        """Returns the int64 of a handle of this batch."""
-        return worker_batch.handle_of(self.iterator.id, self.number)
 
     def values(self) -> list[tf.Tensor]:
         """Returns the batch on the chief, flat; waits for a step in flight that has it."""
@@ -401,7 +389,7 @@ class Batch:
             return [tf.identity(tensor) for tensor in self.on_worker]
 
 
-class WorkerIterator(HandleIterator, LoopIterator):
+class WorkerIterator(HandleIterator):
     """The chief's iterator of one pass over a `WorkerDataset`. `next` returns handles, never data.
 
     Args:
@@ -426,18 +414,11 @@ class WorkerIterator(HandleIterator, LoopIterator):
         self._cardinality = dataset.cardinality
         self._handles_given = 0
         self.feed: Feed | None = None
-        self._deciding = threading.Lock()
-        self.id = registry.add(self)
-        # The states of batches whose handles a user's loop has, by number.
-        self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
-        self._kept_for_graphs: collections.deque[Batch] = collections.deque(maxlen=_KEPT_FOR_GRAPHS)
-        # Keras uses each batch once, so a single handle is enough: "the next batch".
-        self._next_one = worker_batch.handle(worker_batch.handle_of(self.id, 0), dataset.kind)
 
     @property
     def element_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of a batch."""
-        return self.dataset.batch_spec
+        return self.dataset.element_spec
 
     def decide(self, by_chief: bool) -> Feed:
         """Returns the feed; decides about it if that was not done.
@@ -446,10 +427,7 @@ class WorkerIterator(HandleIterator, LoopIterator):
           by_chief: whether the chief is to read the data, which it does anyway if they live in its Python.
         """
         if self.feed is None:
-            # A graph may use a batch in two operations at a time.
-            with self._deciding:
-                if self.feed is None:
-                    self.feed = self._decided(by_chief)
+            self.feed = self._decided(by_chief)
         return self.feed
 
     def _decided(self, by_chief: bool) -> Feed:
@@ -472,15 +450,12 @@ class WorkerIterator(HandleIterator, LoopIterator):
 
     def next_handle(self) -> WorkerBatch | None:
         """See `HandleIterator`."""
-        if not tf.executing_eagerly():
-            return self._in_graph().get_next()
-        if not self._loop:
-            batch = self._give_batch()
-            return None if batch is None else worker_batch.handle(batch.handle, self.dataset.kind, batch)
-        if self._loop == "predict":
+        check_eager("next(iterator)")
+        # A user's loop ends at the end of the data, which only a reader detects.
+        if self._loop == "predict" or (not self._loop and self._cardinality == tf.data.UNKNOWN_CARDINALITY):
             self.decide(by_chief=True)
         self.count = self._give(1)
-        return self._next_one if self.count else None
+        return WorkerBatch(self.dataset.kind, Batch(self)) if self.count else None
 
     def take_handle(self, wanted: int) -> WorkerBatch | None:
         """See `HandleIterator.take_handle`: one handle for several batches where a worker reads its share by itself."""
@@ -488,40 +463,7 @@ class WorkerIterator(HandleIterator, LoopIterator):
         if feed is None:
             feed = self.decide(by_chief=self._loop != "fit")
         self.count = self._give(wanted if self._by_execution and feed.in_step else 1)
-        return self._next_one if self.count else None
-
-    def get_next_as_optional(self) -> worker_dataset.Optional:
-        """Returns a handle of the next batch, or the end of the data."""
-        if not tf.executing_eagerly():
-            return self._in_graph().get_next_as_optional()
-        try:
-            return worker_dataset.Optional(tf.constant(True), next(self))
-        except (StopIteration, tf.errors.OutOfRangeError):
-            return worker_dataset.Optional(tf.constant(False), self._next_one)
-
-    def next_for_graph(self) -> int:
-        """Returns the int64 of a handle of the next batch, for a handle made within a graph."""
-        batch = self._give_batch()
-        if batch is None:
-            raise StopIteration
-        self._kept_for_graphs.append(batch)
-        return batch.handle
-
-    def __tf_tracing_type__(self, context: Any) -> worker_dataset.HandleType:
-        """Passes the iterator to a `tf.function` by its number (`worker_dataset`)."""
-        return worker_dataset.HandleType(worker_dataset.GraphIterator, self.dataset.kind.number)
-
-    def _in_graph(self) -> worker_dataset.GraphIterator:
-        return worker_dataset.GraphIterator(tf.constant(self.id, tf.int64), self.dataset.kind.number)
-
-    def _give_batch(self) -> Batch | None:
-        if self._cardinality == tf.data.UNKNOWN_CARDINALITY:
-            # A user's loop ends at the end of the data, which only a reader detects.
-            self.decide(by_chief=True)
-        if not self._give(1):
-            return None
-        batch = self._batches[self._handles_given] = Batch(self, self._handles_given)
-        return batch
+        return self.dataset.next_one if self.count else None
 
     def _give(self, wanted: int) -> int:
         """Counts the batches of one more handle, at most `wanted`; returns 0 at the end of the data."""
@@ -535,40 +477,17 @@ class WorkerIterator(HandleIterator, LoopIterator):
         self._handles_given += count
         return count
 
-    def batch(self, number: int) -> Batch:
-        """Returns the state of a batch by its number; of the next batch for 0."""
-        if not number:
-            return Batch(self)
-        batch = self._batches.get(number)
-        if batch is None:
-            raise RuntimeError(
-                f"a tf.function has kept batch {number} of a pass for longer than {_KEPT_FOR_GRAPHS} batches; use each "
-                "batch in the iteration that takes it"
-            )
-        return batch
-
     def read_for_chief(self) -> list[Any]:
         """Returns the next batch, flat, for use on the chief."""
         feed = self.decide(by_chief=True)
         if isinstance(feed, WorkerFeed):
-            return list(self._engine.read_batch(feed, self._next_one))
+            return list(self._engine.read_batch(feed, self.dataset.next_one))
         feed.redeem()
         return feed.next_batch()
 
     def wait_for_steps(self) -> None:
         """Waits for all steps in flight."""
         self._engine.barrier(writes=False)
-
-
-def find_iterator(handle: int) -> WorkerIterator:
-    """Returns the pass that a handle belongs to."""
-    # Nothing else is registered.
-    return cast(WorkerIterator, worker_batch.find_pass(handle))
-
-
-def find_batch_state(handle: int) -> Batch:
-    """Returns the state of the batch that a handle stands for."""
-    return find_iterator(handle).batch(worker_batch.number_in(handle))
 
 
 # The warning about batches that no step was made of, because a worker was lost.

@@ -13,7 +13,6 @@ import dataclasses
 import dis
 import functools
 import types
-import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -23,8 +22,6 @@ import tensorflow as tf
 from tfdist import _log
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, models
-from tfdist.compat.tensorflow import graphs
-from tfdist.passes import handle as handles
 
 _KINDS = {"train_step": "train", "test_step": "test"}
 
@@ -284,39 +281,3 @@ def _value(value: Any) -> Hashable:
 @functools.cache
 def _reads_names_only(code: types.CodeType) -> bool:
     return not any(each.opname in (*_READS_WITHIN, *_WRITES) for each in dis.get_instructions(code))
-
-
-# Calls an engine's Python function for each batch: by an operation of Keras' graph, or directly outside of graphs.
-
-
-class StepCalls:
-    """Traces steps, and calls a Python function with the traced step for each batch.
-
-    Args:
-      trace: traces a model's `train_step` for batches like the batch of a handle; its result has the attribute
-        `dtypes`, of the results of `make`.
-      make: makes the next step, from the result of `trace` and a pass over the data. A bound method: neither this
-        object nor a graph keeps its owner alive.
-    """
-
-    def __init__(
-        self, trace: Callable[[Step, handles.BatchHandle], Any], make: Callable[[Any, Any], list[Any]]
-    ) -> None:
-        self._trace: Any = weakref.WeakMethod(trace)
-        self._make: Any = weakref.WeakMethod(make)
-        self._traces = Traces(most_kept=1)
-
-    def run(self, step: Step, handle: handles.BatchHandle) -> tuple[Any, list[Any]]:
-        """Returns the results of `trace`, and of `make` for the batch of this handle."""
-        if tf.executing_eagerly():
-            traced = self._traces.find(step, (handle.kind.number,), lambda: self._trace()(step, handle))
-            return traced, self._make()(traced, handles.registry.find(handle.content))
-        traced = self._trace()(step, handle)
-        # TensorFlow never frees Python functions of operations, so they must not hold the model; the graph holds it.
-        patching.setdefault(tf.compat.v1.get_default_graph(), "_tfdist_steps", list).append(traced)
-        make_of, traced_of = self._make, weakref.ref(traced)
-
-        def call(number: tf.Tensor) -> list[Any]:
-            return make_of()(traced_of(), handles.registry.find(number))
-
-        return traced, graphs.call_python(call, [handle.content], traced.dtypes)

@@ -199,7 +199,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
         def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
             self.distribution.check_open()
-            return handle.engine.prepared(step, handle) or handles.one_by_one(stock)
+            return handle.engine.prepared(step, handle) or (lambda iterator, handle: stock([handle]))
 
         return handles.executions(model, stock, prepare)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -156,11 +157,14 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         return self._divide(dataset, options)
 
     def _divide(self, dataset: Any, options: Any) -> Any:
-        replicas = self.num_replicas_in_sync
         is_plain = options is None and isinstance(dataset, tf.data.Dataset)
         if self._engine is not None and is_plain and tf.executing_eagerly():
-            return self._engine.distribute(dataset)
-        if not is_plain or replicas == 1:
+            return self._engine.distribute(dataset, lambda: self._synchronous(dataset, options))
+        return self._synchronous(dataset, options)
+
+    def _synchronous(self, dataset: Any, options: Any) -> Any:
+        replicas = self.num_replicas_in_sync
+        if options is not None or not isinstance(dataset, tf.data.Dataset) or replicas == 1:
             return super().experimental_distribute_dataset(dataset, options)
         splitting.check_batched(dataset.element_spec, replicas)
         size = splitting.static_size(dataset.element_spec)
@@ -177,11 +181,11 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         """With a policy every replica is an input pipeline of its own: it reads, in its thread, what is made for it."""
         count = self.num_replicas_in_sync
         contexts = [tf.distribute.InputContext(count, replica, count) for replica in range(count)]
-        is_stock = self._engine is None or options is not None or not tf.executing_eagerly()
-        if is_stock:
-            whole = super().distribute_datasets_from_function(dataset_fn, options)
+        synchronous = functools.partial(super().distribute_datasets_from_function, dataset_fn, options)
+        if self._engine is None or options is not None or not tf.executing_eagerly():
+            whole = synchronous()
         else:
-            whole = self._engine.distribute_own([dataset_fn(context) for context in contexts])
+            whole = self._engine.distribute_own([dataset_fn(context) for context in contexts], synchronous)
         if self._averaging is not None and options is None and tf.executing_eagerly():
             stock = whole
             whole = self._averaging.distribute_own(dataset_fn(tf.distribute.InputContext(1, 0, count)), lambda: stock)

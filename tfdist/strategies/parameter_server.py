@@ -38,10 +38,10 @@ from tfdist.engines.streams import StreamEngine
 from tfdist.engines.transfer import plan as transfer_plan
 from tfdist.engines.transfer.encoding import Encoding
 from tfdist.passes import progress, splitting, worker_batch
-from tfdist.passes.handle import executions, one_by_one
+from tfdist.passes.handle import executions
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset
-from tfdist.passes.worker_pass import WorkerIterator, find_iterator
+from tfdist.passes.worker_pass import WorkerIterator
 from tfdist.policies import composition
 from tfdist.policies.base import Policy
 from tfdist.policies.compression import Compression
@@ -291,7 +291,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         self._begin_call()
         # One worker evaluates a whole batch.
         is_whole = step == "test_step" and isinstance(data, WorkerDataset)
-        _common.build_model(self, model, data, step, data.batch_spec if is_whole else None)
+        _common.build_model(self, model, data, step, data.element_spec if is_whole else None)
 
     def _before_call(self, call: calls.Call) -> None:
         """Looks at a call of any model of this process before it begins."""
@@ -385,7 +385,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         args, kwargs = worker_function.in_tensors(args, kwargs or {})
         step = Step(fn)
         self._check_step(step)
-        if tf.executing_eagerly() and step.runs_eagerly:
+        if step.runs_eagerly and tf.executing_eagerly():
             scope_checks.check_shards(step, has_shards)
             return self._engine.run_on_chief(step, args, kwargs)
         if step.kind == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
@@ -402,19 +402,26 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution in plain Python; see `train_functions.ask_strategies`.
 
-        What Keras has made serves `run_eagerly=True`, and batches that are given to `train_on_batch` and the like.
+        One worker computes a whole batch that is given to `train_on_batch` and the like.
         """
         if kind == "predict":
-            return stock if model.run_eagerly or model.jit_compile else self._predicting(model, stock)
+            return self._predicting(model, stock)
         step = Step(model.train_step if kind == "train" else model.test_step)
+
+        def alone(batch: Any) -> Any:
+            return self.run(step.function, args=(batch,))
 
         def prepare(handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
             if model.run_eagerly:
-                return one_by_one(stock)
+                return lambda iterator, handle: alone(handle)
             self._check_step(step)
             return (handle.engine if kind == "train" else self._engine).prepared(step, handle)
 
-        return executions(model, stock, prepare)
+        def on_batch(iterator: Any) -> Any:
+            with graphs.told_in_brief():
+                return alone(next(iterator))
+
+        return executions(model, functools.wraps(stock)(on_batch), prepare)
 
     def _predicting(self, model: keras.Model, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution of `predict`, whose batches Keras takes itself."""
@@ -422,19 +429,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
         @functools.wraps(stock)
         def function(batches: Sequence[Any]) -> Any:
-            if not isinstance(batches[0], WorkerBatch):
-                return stock(batches)
-            make = prepared.get(batches[0].kind)
-            if make is None:
-                self._check_step(step)
-                make = prepared[batches[0].kind] = self._engine.prepared(step, batches[0])
-            iterator = find_iterator(int(batches[0].content))
-            try:
-                outputs = [make(iterator, batch) for batch in batches]
-            except tf.errors.OutOfRangeError:
-                raise
-            except tf.errors.OpError as error:
-                raise graphs.brief(error) from None
+            first = batches[0]
+            with graphs.told_in_brief():
+                if not isinstance(first, WorkerBatch):
+                    return self.run(step.function, args=(first,))
+                make = prepared.get(first.kind)
+                if make is None:
+                    self._check_step(step)
+                    make = prepared[first.kind] = self._engine.prepared(step, first)
+                outputs = [make(first.of, batch) for batch in batches]
             return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(splitting.joined, *outputs)
 
         return function

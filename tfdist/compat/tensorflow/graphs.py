@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import contextvars
-import functools
 import pathlib
 import re
 import weakref
@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.ops import control_flow_v2_func_graphs
-from tensorflow.python.types import distribute
 
 from tfdist.compat import patching
 
@@ -29,8 +28,6 @@ NEEDS = (
     "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
     "tensorflow.python.autograph.core.config:CONVERSION_RULES",
     "tensorflow.python.autograph.core.config:DoNotConvert",
-    "tensorflow.python.types.distribute:Iterable",
-    "tensorflow.python.types.distribute:Iterator",
 )
 
 
@@ -157,17 +154,6 @@ def converted(function: Callable[..., Any], by_default: bool = False) -> Callabl
     return autograph.tf_convert(function, autograph.control_status_ctx(), convert_by_default=by_default)
 
 
-# Base classes of objects whose iteration AutoGraph converts into a loop of the graph.
-#
-# `for x in iterator` in a `tf.function` becomes a loop in the graph for tensors, for tf.data's own classes, and for
-# classes derived from these two. They are the bases of two public classes, `tf.distribute.DistributedIterator` and
-# `DistributedDataset`; but a process that only serves imports this module, and has no public name of TensorFlow's.
-
-
-LoopIterator = distribute.Iterator
-LoopIterable = distribute.Iterable
-
-
 # Calls Python from a graph, with short error messages.
 #
 # An operation that calls Python passes on a few of Python's exceptions, and no exception of TensorFlow's. It surrounds
@@ -182,23 +168,6 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+, in .*')
 _ROOT_ERROR = re.compile(r"  \(\d+\) [A-Z_]+: +(?P<said>.*)")
 # Lines about the operations and machines that have forwarded an error.
 _WAY = re.compile(r"Graph execution error:|Detected at node |<stack traces unavailable>|\s*\[\[\{\{node |\s*$")
-
-
-def call_python(
-    function: Callable[..., list[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
-) -> list:
-    """Leaves an operation in the graph that calls `function` with the values of `inputs`.
-
-    Args:
-      function: Called with eager tensors; the operation raises its exceptions, as far as operations can.
-      inputs: Its arguments.
-      dtypes: Those of its results.
-
-    Returns:
-      Its results, tensors of unknown shape.
-    """
-    results = tf.py_function(_translating(_kept_by_graphs(function)), inputs, dtypes, name="step_of_the_strategy")
-    return results if isinstance(results, list) else []
 
 
 def call_on_arrays(
@@ -238,6 +207,17 @@ def brief(error: tf.errors.OpError) -> tf.errors.OpError:
     return type(error)(None, None, told_briefly(error.message))
 
 
+@contextlib.contextmanager
+def told_in_brief() -> Iterator[None]:
+    """Raises errors of operations as `brief` has them; the end of data as it is."""
+    try:
+        yield
+    except tf.errors.OutOfRangeError:
+        raise
+    except tf.errors.OpError as error:
+        raise brief(error) from None
+
+
 def told_briefly(message: str) -> str:
     """Shortens an error message to the failing operation's text, and the user's lines that define the operation.
 
@@ -250,32 +230,6 @@ def told_briefly(message: str) -> str:
     roots = [found["said"] for line in lines if (found := _ROOT_ERROR.match(line))]
     said = roots[:1] or [line for line in lines if not (_FRAME.match(line) or _WAY.match(line))]
     return "\n".join([*(line.strip() for line in said), *frames]) if said else message
-
-
-def _translating(function: Callable[..., list[np.ndarray]]) -> Callable[..., list[np.ndarray]]:
-    @functools.wraps(function)
-    def operation(*inputs: tf.Tensor) -> list[np.ndarray]:
-        try:
-            return function(*inputs)
-        except tf.errors.OpError as error:
-            translated = _translated(error)
-        raise translated
-
-    return operation
-
-
-def _translated(error: tf.errors.OpError) -> Exception:
-    """The exception that the operation will turn into one of the same type, where there is one."""
-    if isinstance(error, tf.errors.OutOfRangeError):
-        return StopIteration("End of sequence")
-    said = told_briefly(error.message)
-    kinds = {
-        tf.errors.InvalidArgumentError: ValueError,
-        tf.errors.ResourceExhaustedError: MemoryError,
-        tf.errors.UnimplementedError: NotImplementedError,
-    }
-    kind = kinds.get(type(error))
-    return kind(said) if kind else RuntimeError(f"{type(error).__name__}: {said}")
 
 
 def _is_own(file: str) -> bool:
