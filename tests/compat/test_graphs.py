@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,44 +53,15 @@ def test_what_the_operation_said_comes_first_and_where_the_user_defined_it(messa
     assert found == told
 
 
-@pytest.mark.parametrize(
-    ("raised", "arrives"),
-    [
-        (tf.errors.InvalidArgumentError, tf.errors.InvalidArgumentError),
-        (tf.errors.OutOfRangeError, tf.errors.OutOfRangeError),
-        (tf.errors.ResourceExhaustedError, tf.errors.ResourceExhaustedError),
-        (tf.errors.UnimplementedError, tf.errors.UnimplementedError),
-        (tf.errors.UnavailableError, tf.errors.UnknownError),
-    ],
-)
-def test_errors_keep_their_type_where_there_is_one_in_python(raised: type, arrives: type) -> None:
-    def fail() -> list:
-        raise raised(None, None, LONG + "my own message" + NODE)
-
-    function = tf.function(lambda: graphs.call_python(fail, [], [tf.float32]), autograph=False)
-    with pytest.raises(arrives) as caught:
-        function()
-    if raised is not tf.errors.OutOfRangeError:
-        lines = caught.value.message.splitlines()
-        first = next(index for index, line in enumerate(lines) if line.endswith("my own message"))
-        assert first <= 3, "no frames of this library and of Keras before it"
-        assert "train.py" in lines[first + 1]
-
-
-def test_values_go_in_and_come_out() -> None:
-    function = tf.function(lambda x: graphs.call_python(lambda y: [y.numpy() + 1, y.numpy() * 2], [x], [x.dtype] * 2))
-    assert [float(value) for value in function(tf.constant(3.0))] == [4.0, 6.0]
-    assert tf.function(lambda: graphs.call_python(list, [], []))() == []
-
-
-@pytest.mark.parametrize("call", [graphs.call_python, graphs.call_on_arrays])
-def test_a_function_lives_as_long_as_a_graph_that_calls_it(call: Any) -> None:
+def test_a_function_lives_as_long_as_a_graph_that_calls_it() -> None:
     class Model:
         """Stands for what a step refers to."""
 
     def used() -> weakref.ref[Model]:
         model = Model()
-        inner = tf.function(lambda: call(lambda *given: [np.float32(model is not None)], [], [tf.float32])[0])
+        inner = tf.function(
+            lambda: graphs.call_on_arrays(lambda *given: [np.float32(model is not None)], [], [tf.float32])[0]
+        )
         assert float(tf.function(lambda: inner() + 1)()) == 2
         gc.collect()
         # The graph within which it was traced is gone.

@@ -18,10 +18,14 @@ _SYNCHRONOUS = {
     f"loop, {name}"
     for name in (
         *guide_loops.SAVING,
+        "for_outside_of_a_graph",
+        "gradient_penalty",
         "gradients_clipped_after_their_sum",
         "metrics_and_evaluation_within_the_loop",
+        "next_until_the_end",
         "optimizers_made_outside_of_the_scope",
         "seed_generators_made_outside_of_the_scope",
+        "two_optimizers_and_a_persistent_tape",
         "weights_set_within_the_loop",
     )
 }

@@ -205,11 +205,6 @@ class FakeDataset:
     lives_in_python = marks_end = False
     passes_read = 1
 
-    @property
-    def batch_spec(self) -> Any:
-        """See `WorkerDataset`."""
-        return self.element_spec
-
     def __init__(
         self, cluster: FakeCluster, shares: Sequence[int], known: str = "total and shares", can_move: bool = True
     ) -> None:
@@ -217,7 +212,8 @@ class FakeDataset:
         self.can_move = can_move
         self._shares = list(shares)
         self._known = known
-        self.kind = worker_batch.kind_of(cluster, self.batch_spec)
+        self.kind = worker_batch.kind_of(cluster, self.element_spec)
+        self.next_one = worker_batch.WorkerBatch(self.kind)
 
     @property
     def cardinality(self) -> int:

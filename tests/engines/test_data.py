@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 from tfdist.engines.quorum import PartIterator
-from tfdist.passes.handle import registry
 
 
 class Engine:
@@ -31,4 +30,4 @@ def test_iterator_gives_handles_without_reading(left: int, given: int):
     assert len(handles) == given
     # Keras makes iterators that it never uses.
     assert (unused.number, iterator.number) == (0, 7)
-    assert all(handle.engine is engine and registry.find(handle.content) is iterator for handle in handles)
+    assert all(handle.engine is engine and handle.of is iterator for handle in handles)

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from fake_cluster import FakeCluster, FakeDataset
+from fake_cluster import FakeCluster
 
 from tfdist.engines.worker_function import Program
-from tfdist.passes.worker_batch import WorkerBatch
-from tfdist.passes.worker_pass import WorkerIterator
+from tfdist.passes.worker_batch import WorkerBatch, kind_of
 
 pytestmark = pytest.mark.devices
 
@@ -30,10 +29,7 @@ def round_trip(strategy: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def handle_of(spec: Any) -> WorkerBatch:
-    class Data(FakeDataset):
-        element_spec = spec
-
-    return WorkerIterator(None, Data(FakeCluster(1), [1]))._next_one
+    return WorkerBatch(kind_of(FakeCluster(1), spec))
 
 
 RESULTS: dict[str, Callable[[tf.Tensor], Any]] = {

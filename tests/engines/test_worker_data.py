@@ -19,9 +19,8 @@ from tfdist.compat.tensorflow import coordinator
 from tfdist.engines.asynchronous import AsynchronousEngine
 from tfdist.passes.dataset_graph import DatasetGraph, rebuild
 from tfdist.passes.handle import BatchHandle, DistributedDataset
-from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.passes.worker_pass import WorkerIterator, find_iterator
+from tfdist.passes.worker_pass import WorkerIterator
 
 pytestmark = pytest.mark.devices
 
@@ -250,31 +249,7 @@ def test_as_many_handles_as_batches(engine: AsynchronousEngine) -> None:
 
 def test_a_handle_leads_back_to_its_iterator(engine: AsynchronousEngine) -> None:
     iterators = [iter(WorkerDataset(engine, numbers(), "shard")) for _ in range(2)]
-    assert [find_iterator(int(next(iterator).content)) for iterator in iterators] == iterators
-
-
-def test_the_tensors_of_a_handle_are_those_that_tensorflow_finds(engine: AsynchronousEngine) -> None:
-    """The spec gives the tensors itself, because each step needs them."""
-    handle = next(iter(WorkerDataset(engine, numbers(), "shard")))
-    spec = tf.type_spec_from_value(handle)
-    (found,), (expected,) = spec.to_tensors(handle), super(type(spec), spec).to_tensors(handle)
-    assert found is expected is handle.content
-
-
-def test_a_handle_passes_through_a_function_which_is_traced_once(engine: AsynchronousEngine) -> None:
-    traced = []
-
-    @tf.function
-    def through(batch: WorkerBatch) -> tf.Tensor:
-        traced.append(batch.element_spec)
-        return batch.content
-
-    for _ in range(2):
-        iterator = iter(WorkerDataset(engine, numbers(), "shard"))
-        assert find_iterator(int(through(next(iterator)))) is iterator
-    assert traced == [tf.TensorSpec([None], tf.int64)]
-    through(next(iter(WorkerDataset(engine, numbers().map(lambda i: (i, i)), "shard"))))
-    assert len(traced) == 2
+    assert [next(iterator).of for iterator in iterators] == iterators
 
 
 def test_a_batch_unpacks_into_handles_of_its_parts(engine: AsynchronousEngine) -> None:
@@ -282,7 +257,7 @@ def test_a_batch_unpacks_into_handles_of_its_parts(engine: AsynchronousEngine) -
     batch = next(iter(WorkerDataset(engine, pairs, "shard")))
     first, rest = batch
     assert len(batch) == 2 and list(rest) == list(rest.keys()) == ["b", "a"]
-    assert {int(part.content) for part in (first, rest, rest["a"], batch[1])} == {int(batch.content)}
+    assert {part.batch for part in (first, rest, rest["a"], batch[1])} == {batch.batch}
     assert (first.dtype, rest["a"].shape.as_list()) == (tf.int64, [2, None])
     again, _ = next(iter(WorkerDataset(engine, pairs, "shard")))
     assert again.kind is first.kind, "a function is traced once for the parts of all batches"
@@ -316,17 +291,6 @@ def test_the_last_handle_is_known_as_the_last(engine: AsynchronousEngine) -> Non
     for _ in iterator:
         known.append(iterator.is_last)
     assert known == [False, False, True]
-
-
-def test_iterating_inside_of_a_function_begins_a_pass_each_time(engine: AsynchronousEngine) -> None:
-    dataset = WorkerDataset(engine, numbers(), "shard")
-
-    @tf.function(autograph=False)
-    def begin() -> tf.Tensor:
-        return iter(dataset).get_next_as_optional().get_value().content
-
-    first, second = (find_iterator(int(begin())) for _ in range(2))
-    assert first is not second
 
 
 # Who feeds.

@@ -31,20 +31,19 @@ class Counted(handles.HandleIterator):
         return next(self._handles, None)
 
 
-def test_handles_of_two_passes_share_one_trace():
-    engine, passes, traces = Engine(), [Engine(), Engine()], []
+def test_handles_with_a_content_share_one_trace():
+    engine, traces = Engine(), []
 
     @tf.function
-    def number_of(handle: handles.BatchHandle) -> Any:
+    def content_of(handle: handles.ContentHandle) -> Any:
         traces.append(handle.engine)
         return handle.content
 
-    kind = registry.kind(engine, SPEC)
-    found = [registry.find(number_of(kind.handle(registry.open(each)))) for each in passes]
-    assert found == passes
+    kind, other = (registry.kind(engine, SPEC, form, SPEC) for form in ("", "other"))
+    assert [float(content_of(kind.handle(tf.constant([number])))) for number in (1.0, 2.0)] == [1, 2]
     assert traces == [engine]
     # Another form is another type, and traced by itself.
-    number_of(registry.kind(engine, SPEC, "other").handle(registry.open(passes[0])))
+    content_of(other.handle(tf.constant([1.0])))
     assert len(traces) == 2
 
 
@@ -73,15 +72,13 @@ def test_handle_carries_any_batch_through_tf_data_and_a_loop():
     np.testing.assert_array_equal(next(iter(dataset)).content["dense"], [[0, 1], [2, 3]])
 
 
-def test_registry_keeps_neither_engines_nor_passes():
-    engine, opened = Engine(), Engine()
-    kind, number = registry.kind(engine, SPEC), registry.open(opened)
+def test_registry_keeps_no_engine():
+    engine = Engine()
+    kind = registry.kind(engine, SPEC)
     assert registry.kind(engine, SPEC) is kind
-    del engine, opened
+    del engine
     gc.collect()
     assert kind.engine_of() is None
-    with pytest.raises(KeyError):
-        registry.find(number)
     registry.kind(Engine(), SPEC)
     with pytest.raises(KeyError):
         registry.kind_of(kind.number)

@@ -33,6 +33,12 @@ def distributed(strategy: Any, count: int = COUNT) -> Any:
     )
 
 
+def compiled(strategy: Any, function: Any) -> Any:
+    """A function of a loop in a graph, or as it is for parameter servers, whose `run` compiles what it is given."""
+    has_servers = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    return function if has_servers else tf.function(function)
+
+
 class Net:
     """A model, its optimizer and its losses under a strategy."""
 

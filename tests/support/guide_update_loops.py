@@ -9,7 +9,7 @@ import types
 import guide_nets
 import keras
 import tensorflow as tf
-from guide_nets import BATCH, Net, distributed, loop, own_name
+from guide_nets import BATCH, Net, compiled, distributed, loop, own_name
 
 # Optimizers and gradients.
 
@@ -30,7 +30,7 @@ def two_optimizers_and_a_persistent_tape(strategy):
         del tape
         return loss
 
-    once = tf.function(lambda batch: net.total(strategy.run(step, args=(batch,))))
+    once = compiled(strategy, lambda batch: net.total(strategy.run(step, args=(batch,))))
     return [*net.result([float(once(batch)) for batch in distributed(strategy)]), int(other.iterations)]
 
 
@@ -50,7 +50,7 @@ def gradient_penalty(strategy):
         net.optimizer.apply(tape.gradient(loss, weights), weights)
         return loss
 
-    once = tf.function(lambda batch: net.total(strategy.run(step, args=(batch,))))
+    once = compiled(strategy, lambda batch: net.total(strategy.run(step, args=(batch,))))
     return net.result([float(once(batch)) for batch in distributed(strategy)])
 
 
@@ -65,7 +65,7 @@ def seed_generators_made_outside_of_the_scope(strategy):
         drawn = [keras.random.uniform((3,), seed=seeds), keras.random.uniform((3,), seed=held.seeds)]
         return net.unpacked(noise(x, training=True) * drawn[0] + drawn[1], y)
 
-    once = tf.function(lambda batch: net.total(strategy.run(step, args=(batch,))))
+    once = compiled(strategy, lambda batch: net.total(strategy.run(step, args=(batch,))))
     losses = [float(once(batch)) for batch in distributed(strategy)]
     losses += [float(net.total(strategy.run(step, args=(batch,)))) for batch in distributed(strategy, 8)]
     # They serve outside, too.
@@ -81,7 +81,7 @@ def optimizers_made_outside_of_the_scope(strategy):
         rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
         inner = keras.optimizers.Adam(rate)
         net.optimizer = keras.optimizers.LossScaleOptimizer(inner, 8.0) if in_graph else inner
-        step = tf.function(net.run) if in_graph else net.run
+        step = compiled(strategy, net.run) if in_graph else net.run
         losses += [float(step(batch)) for batch in distributed(strategy, 16 if in_graph else 8)]
         losses += [int(inner.iterations), *(float(tf.reduce_sum(v)) for v in inner.variables)]
     return net.result(losses)
@@ -90,7 +90,7 @@ def optimizers_made_outside_of_the_scope(strategy):
 @loop
 def weights_set_within_the_loop(strategy):
     net = Net(strategy)
-    step = tf.function(net.run)
+    step = compiled(strategy, net.run)
     losses = []
     for batch in distributed(strategy):
         before = net.model.get_weights()
@@ -111,13 +111,13 @@ def gradients_clipped_after_their_sum(strategy):
             loss = net.loss(*batch)
         return tape.gradient(loss, weights)
 
-    @tf.function
-    def once(batch):
+    def clip(batch):
         summed = [net.total(each) for each in strategy.run(gradients, args=(batch,))]
         clipped, norm = tf.clip_by_global_norm(summed, 0.3)
         net.optimizer.apply(clipped, weights)
         return norm
 
+    once = compiled(strategy, clip)
     norms = [float(once(batch)) for batch in distributed(strategy)]
     for batch in distributed(strategy):
         summed = [net.total(each) for each in strategy.run(gradients, args=(batch,))]
@@ -143,8 +143,8 @@ def metrics_and_evaluation_within_the_loop(strategy):
     def test(batch):
         tested.update_state(batch[1], net.model(batch[0], training=False))
 
-    train_step = tf.function(lambda batch: net.total(strategy.run(train, args=(batch,))))
-    test_step = tf.function(lambda batch: strategy.run(test, args=(batch,)))
+    train_step = compiled(strategy, lambda batch: net.total(strategy.run(train, args=(batch,))))
+    test_step = compiled(strategy, lambda batch: strategy.run(test, args=(batch,)))
     losses = [float(train_step(batch)) for batch in distributed(strategy)]
     for batch in distributed(strategy):
         test_step(batch)
@@ -175,7 +175,7 @@ def train_step_of_keras_given_to_run(strategy):
     net = Net(strategy)
     with strategy.scope():
         net.model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-    once = tf.function(lambda batch: strategy.run(net.model.train_step, args=(batch,)))
+    once = compiled(strategy, lambda batch: strategy.run(net.model.train_step, args=(batch,)))
     for batch in distributed(strategy):
         logs = once(batch)
     return [float(strategy.experimental_local_results(logs["loss"])[0]), *net.model.get_weights()]
@@ -187,7 +187,7 @@ def train_step_of_keras_given_to_run(strategy):
 @loop
 def models_saved(strategy, directory):
     net = Net(strategy)
-    step, found = tf.function(net.run), []
+    step, found = compiled(strategy, net.run), []
     for index, batch in enumerate(distributed(strategy)):
         step(batch)
         if index % 2:
@@ -201,7 +201,7 @@ def models_saved(strategy, directory):
 @loop
 def models_exported(strategy, directory):
     net = Net(strategy)
-    step, found = tf.function(net.run), []
+    step, found = compiled(strategy, net.run), []
     for index, batch in enumerate(distributed(strategy)):
         step(batch)
         if index % 2:
@@ -214,7 +214,7 @@ def models_exported(strategy, directory):
 @loop
 def saved_models(strategy, directory):
     net = Net(strategy)
-    step, found = tf.function(net.run), []
+    step, found = compiled(strategy, net.run), []
     serve = tf.function(lambda x: net.model(x, training=False), input_signature=[tf.TensorSpec([None, 3])])
     for index, batch in enumerate(distributed(strategy)):
         step(batch)
@@ -236,7 +236,7 @@ def checkpoints(strategy, directory):
         net.optimizer.build(net.model.trainable_variables)
     checkpoint = tf.train.Checkpoint(model=net.model, optimizer=net.optimizer)
     manager = tf.train.CheckpointManager(checkpoint, os.fspath(directory / "checkpoints"), max_to_keep=2)
-    step, saved, losses = tf.function(net.run), [], []
+    step, saved, losses = compiled(strategy, net.run), [], []
     for batch in distributed(strategy):
         losses.append(float(step(batch)))
         saved.append(manager.save())

@@ -53,7 +53,7 @@ def join_workers(cluster: clusters.Cluster, start_timeout_secs: float, has_polic
     """
     _check_before_context()
     if has_policy:
-        # Keras' step waits in one of them while the contribution is computed in the others; 0: one for each CPU.
+        # A late contribution may hold one of them, and the update must not wait for it; 0: one for each CPU.
         count = tf.config.threading.get_inter_op_parallelism_threads() or _machine.usable_cpus()
         tf.config.threading.set_inter_op_parallelism_threads(count + 1)
     check = check_none_ended({str(task) for task in cluster.training_tasks})

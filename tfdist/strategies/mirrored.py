@@ -22,7 +22,7 @@ from tfdist.passes import progress, splitting
 from tfdist.passes.handle import BatchHandle
 from tfdist.passes.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
 from tfdist.policies import composition
-from tfdist.policies.base import Aggregation, Policy
+from tfdist.policies.base import Policy
 from tfdist.step.gradients import ProcessMemory, Transforms
 from tfdist.step.replicas import check_fixed_sizes
 from tfdist.strategies import _common, _devices
@@ -42,9 +42,9 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     synchronous. A data set is read once for all devices, which wait for it together. Each device reads by itself the
     data set that `distribute_datasets_from_function` makes for it, so a slow one delays only that device.
 
-    Keras' step, and each device that is late within an operation, holds one of TensorFlow's inter-op threads, of which
-    there is one for each CPU. With fewer CPUs than devices + 1, ask for more at the top of the program:
-    `tf.config.threading.set_inter_op_parallelism_threads(devices + 1)`.
+    Each device that is late within an operation holds one of TensorFlow's inter-op threads, of which there is one for
+    each CPU. With fewer CPUs than devices, ask for more at the top of the program:
+    `tf.config.threading.set_inter_op_parallelism_threads(devices)`.
 
     Args:
       devices: device names such as `["GPU:0", "GPU:1"]`; all GPUs by default, or the CPU where there are none.
@@ -61,7 +61,6 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     Raises:
       ValueError: the policies don't go together, or not with this number of devices; `devices_per_replica` does not
         divide it; or a timeout is not positive.
-      RuntimeError: a policy was given, and TensorFlow has too few threads for one.
     """
 
     def __init__(
@@ -79,8 +78,6 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         policies = composition.check_policies(policies, "MirroredStrategy", transforms)
         _devices.check_names(devices)
         _common.check_timeouts(stall_timeout_secs=stall_timeout_secs)
-        if any(isinstance(policy, Aggregation) for policy in policies):
-            _check_threads()
         # Else its all-reduces would be taken for those of another strategy on these devices, of other shapes.
         self._collective_key_base = next(_KEY_BASES)
         groups = _grouped(devices, cross_device_ops, devices_per_replica) if devices_per_replica > 1 else []
@@ -233,14 +230,3 @@ def _grouped(devices: Any, cross_device_ops: Any, devices_per_replica: int) -> S
     found = _devices.of_machine(devices)
     _devices.check_count(devices_per_replica, found, "MirroredStrategy")
     return replicas.grouped(found, devices_per_replica)
-
-
-def _check_threads() -> None:
-    # 0 stands for one for each CPU that this process may use.
-    count = tf.config.threading.get_inter_op_parallelism_threads() or _machine.usable_cpus()
-    if count < 2:
-        raise RuntimeError(
-            "MirroredStrategy(policies=...): Keras' step waits in one of TensorFlow's inter-op threads while the "
-            "replicas compute in the others; call tf.config.threading.set_inter_op_parallelism_threads(2), or more, at "
-            f"the top of the program. Received: {count} thread"
-        )
