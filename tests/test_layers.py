@@ -71,7 +71,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "tables": {"compat", "step", "transport"},
     "engines": set(),
-    "engines.base": {"policies", "step.step"},
+    "engines.base": {"passes", "policies", "step.step"},
     # Engines don't import each other.
     "engines.agreement": {*_ENGINES, "cluster"},
     "engines.threads": _ENGINES,
@@ -508,7 +508,7 @@ MOST_IN_COMPAT = 23
 MOST_LINES = 824
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 54_050, ("tfdist", "js"): 1_435, ("tests", "py"): 42_557}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 53_433, ("tfdist", "js"): 1_435, ("tests", "py"): 42_408}
 
 
 @functools.cache

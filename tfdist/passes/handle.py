@@ -127,6 +127,10 @@ class BatchHandle(tf.distribute.DistributedValues):
         """The `engines.base.Engine` that runs train steps on it."""
         return self.kind.engine_of()
 
+    def __tf_tracing_type__(self, context: Any) -> Any:
+        """Refuses to be an argument of a `tf.function`, which would read the batch, or trace anew for each."""
+        return refuse_graph("a batch")
+
     def __iter__(self) -> Any:
         raise TypeError(
             "Under policies a batch can't be unpacked outside of the replicas; give it whole to "

@@ -194,7 +194,14 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         the graph of the function that Keras has made.
         """
         step = Step(model.train_step)
-        if kind != "train" or not step.is_bound or step.kind != "train":
+        if kind != "train":
+            return stock
+        if not step.is_bound or step.kind != "train":
+            if self._aggregation is not None:
+                raise ValueError(
+                    "train_step: a policy takes a model's step apart, so it must be a method; define train_step in a "
+                    f"subclass of keras.Model. Received: train_step={model.train_step!r}"
+                )
             return stock
 
         def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
