@@ -51,9 +51,8 @@ from tfdist.policies.base import Update
 from tfdist.step import one_replica
 from tfdist.step.step import Step
 
-# Errors that a step raises for it; operations that call Python make the first of most others.
+# Errors that a step raises for it.
 _OF_A_LOST_SERVER = (
-    tf.errors.UnknownError,
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -341,10 +340,10 @@ class AsynchronousEngine(Engine):
         self._queue.abandon_steps()
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
-        """See `Engine.raised_in_step`: the operation of a step gives the error of a lost server another type."""
+        """See `Engine.raised_in_step`: the error of a lost server has one of several types."""
         if not isinstance(error, _OF_A_LOST_SERVER):
             return None
-        is_unavailable = isinstance(error, tf.errors.UnavailableError) or "UnavailableError:" in error.message
+        is_unavailable = isinstance(error, tf.errors.UnavailableError)
         brief = graphs.told_briefly(error.message)
         lost = lost_servers.describe_lost(self.servers, is_unavailable)
         if lost:

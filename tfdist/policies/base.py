@@ -53,12 +53,12 @@ class Policy:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, given in list(vars(cls).items()) if not cls.__module__.startswith("tfdist.") else ():
-            is_property = isinstance(given, property) and given.fget is not None
-            if name in _ANSWERS and is_property:
-                setattr(cls, name, property(_answering(cls, name, given.fget)))
+            getter = given.fget if isinstance(given, property) else None
+            if name in _ANSWERS and getter is not None:
+                setattr(cls, name, property(_answering(cls, name, getter)))
             elif name in _ANSWERS and callable(given):
                 setattr(cls, name, _answering(cls, name, given))
-            elif not (callable(given) or is_property) or hasattr(super(cls, cls), name) or name.startswith("_"):
+            elif not (callable(given) or getter) or hasattr(super(cls, cls), name) or name.startswith("_"):
                 continue
             elif close := difflib.get_close_matches(name, _OVERRIDABLE, 1, 0.8):
                 raise TypeError(f"{cls.__name__}.{name} is never called; did you mean {close[0]}? Else rename it")
