@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -78,6 +79,7 @@ for name, case in CASES.items():
     if index == 0:
         report(f"one device, {name}", trained(tf.distribute.get_strategy(), *case, is_evaluated))
 # Each replica has statistics of its own batch: equal on all workers, not to one device's.
+report("by MPI", strategy._sums._sum_array is not None)
 report("statistics", trained(strategy, dense, x, lambda: SGD(0.1), {}))
 own = strategy.distribute_datasets_from_function(lambda c: tf.data.Dataset.from_tensors(c.input_pipeline_id + 1.0))
 report("reduced", float(strategy.reduce("SUM", strategy.run(lambda value: value, (next(iter(own)),)), axis=None)))
@@ -111,17 +113,19 @@ def assert_close(one: Any, other: Any) -> None:
     # MPI sums in a step, in a step of several and in an eager one; what becomes of the sum is TensorFlow's matter.
     [
         pytest.param(CASES, id="all", marks=pytest.mark.slow),
+        # Taken by itself.
         pytest.param(["several steps at once", "eagerly"], id="each way"),
     ],
 )
 def test_numbers_by_mpi_are_those_of_one_device(
     chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi")
+    monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi" if chosen == CASES else "auto")
     # `multi_worker_checks.py` has the kinds that don't depend on who sums.
     kinds = slow_workers.KINDS if chosen == CASES else ("sum",)
     script = PREPARED + f"CHOSEN, TESTS, KINDS = {chosen!r}, {TESTS!r}, {kinds!r}\n" + EQUALITY + WHO_IS_SLOW
     first, *others = process_cluster.run(script, tmp_path, num_workers=3, timeout_secs=280)
+    assert first["by MPI"]
     names = [name for name in first if f"one device, {name}" in first]
     assert len(names) == len(chosen)
     for name in names:
@@ -255,9 +259,32 @@ def test_an_mpi_launcher_without_a_cluster_is_said(monkeypatch: pytest.MonkeyPat
     assert not capsys.readouterr().err
 
 
-def test_without_a_launcher_auto_is_tensorflow(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi, "size_of_job", lambda: None)
+@pytest.mark.usefixtures("installed_mpi")
+def test_auto_takes_a_library_that_needs_no_launcher(monkeypatch: pytest.MonkeyPatch):
+    assert _communication._local_state("auto", CPUS, 2) == {"library": "MPICH 5.0.2"}
+    monkeypatch.setattr(mpi, "library_name", lambda: "Open MPI 5.0.11")
     assert "problem" in _communication._local_state("auto", CPUS, 2)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@needs_mpi
+def test_first_sums_that_fail_leave_it_to_tensorflow(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TFDIST_COMMUNICATION", "auto")
+    script = """
+    from tfdist.strategies import _communication
+    from tfdist.transport import mpi
+    _communication._FIRST_SUMS_SECS = 3.0
+    if index == 1:
+        mpi.Mpi._are_done = lambda self, requests: False
+    strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60)
+    report("sum", float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0)), axis=None)))
+    """
+    with process_cluster.workers(script, tmp_path) as running:
+        assert [worker.wait() for worker in running] == [0, 0]
+        assert [worker.found for worker in running] == [{"sum": 2.0}] * 2
+        (line,) = [line for line in running[0].output.splitlines() if "not MPI" in line]
+    assert re.search(r"on worker:\d, MPI's first sum has not completed within 3 s; a firewall may keep", line)
 
 
 @pytest.mark.parametrize("value", ["MPI", "tf"])
@@ -272,7 +299,6 @@ def test_a_wrong_word_in_the_environment_is_refused_with_the_variable(monkeypatc
 
 def test_a_launcher_of_another_job_is_not_this_one_s(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mpi, "size_of_job", lambda: 3)
-    assert "problem" in _communication._local_state("auto", CPUS, 2)
     monkeypatch.setattr(mpi, "is_installed", lambda: True)
     monkeypatch.setattr(mpi, "library_name", lambda: "Open MPI 5.0.11")
     (problem,) = _communication._local_state("mpi", CPUS, 2).values()

@@ -143,6 +143,8 @@ def _start(
 ) -> Worker:
     log = stack.enter_context((shared / f"{index}.log").open("wb"))
     environment = {
+        # By default a test that asks for nothing is of TensorFlow's collectives.
+        "TFDIST_COMMUNICATION": "tensorflow",
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_CONFIG": cluster.to_tf_config(),

@@ -311,6 +311,9 @@ def versions(installed: Callable[[str], str | None]) -> list[Finding]:
             found.append(Finding(WRONG, f"{name} {version} is not supported; pip install '{name}{bounds}'"))
         else:
             found.append(Finding(OK, f"{name} {version}"))
+    mpi = installed("mpi4py")
+    use = "CPUs of several workers sum by MPI" if mpi else "pip install 'tfdist[mpi]' for faster sums of CPUs"
+    found.append(Finding(OK, f"mpi4py {mpi or 'is not installed'}: {use}"))
     return found
 
 

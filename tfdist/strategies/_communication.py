@@ -16,6 +16,8 @@ from tfdist.launchers.environment import AUTO, COMMUNICATION_VARIABLE, KINDS, MP
 from tfdist.transport import mpi
 
 _WHAT = "starting MPI"
+# For so long the first sums are waited for: a firewall may keep MPI's connections, on ports of its own, from coming up.
+_FIRST_SUMS_SECS = 20.0
 
 
 def check_communication(communication: Any) -> None:
@@ -71,6 +73,8 @@ def connect(
     if asked == MPI and problem:
         raise ValueError(f"communication='mpi': {problem}")
     if asked == TENSORFLOW or problem:
+        if asked == AUTO and agreement.is_chief and any("library" in each for each in found.values()):
+            _log.say(f"the workers use TensorFlow's collectives and not MPI: {problem}")
         return None
 
     job = agreement.from_chief(lambda: f"tfdist-{secrets.token_hex(8)}", _WHAT)
@@ -80,13 +84,21 @@ def connect(
     started, error = None, ""
     try:
         started = mpi.start(index, places, exchange, job, agreement.check_others, start_timeout_secs)
+        started.try_out(_FIRST_SUMS_SECS)
     except (RuntimeError, OSError) as failure:
         error = str(failure)
     failed = {task: text for task, text in agreement.gather(error, _WHAT).items() if text}
     if started is not None and not failed:
         # TensorFlow's collectives would tell the others of an error; MPI doesn't.
         agreement.is_known = lambda error: started.failure is not None
+        if asked == AUTO and agreement.is_chief:
+            _log.say(
+                f"the workers sum by MPI ({own['library']}); communication='tensorflow' leaves it to TensorFlow's "
+                "collectives"
+            )
         return started
+    if started is not None:
+        started.failure = started.failure or ConnectionError("MPI is not used")
     shown = next(f"on {task}, {text}" for task, text in failed.items())
     if asked == MPI:
         raise RuntimeError(f"communication='mpi': {shown}")
@@ -133,8 +145,6 @@ def _local_state(asked: str, devices: Sequence[str], num_workers: int) -> dict[s
     if any("CPU" not in device for device in devices):
         return {"problem": f"it sums on CPUs only; use 'auto', by which GPUs have NCCL. Received: device {devices[0]}"}
     size = mpi.size_of_job()
-    if asked == AUTO and size != num_workers:
-        return {"problem": "no launcher has set it up"}
     if not mpi.is_installed():
         return {"problem": "it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"}
     try:

@@ -88,6 +88,29 @@ class Mpi:
         with self._lock:
             return self._noting_failure(lambda: self._sum(array, in_place), array)
 
+    def try_out(self, timeout_secs: float) -> None:
+        """Sums a small and a large array, so that the workers' connections come up; all workers call it.
+
+        Raises:
+          ConnectionError: the sums are not there within `timeout_secs`.
+        """
+        check, deadline = self._check, time.monotonic() + timeout_secs
+
+        def within() -> None:
+            check()
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"MPI's first sum has not completed within {timeout_secs:g} s; a firewall may keep its connections "
+                    "from coming up: let all ports pass between the workers"
+                )
+
+        self._check = within
+        try:
+            for size in (1, _SMALL_BYTES // 8 + self._size):
+                self.sum(np.ones(size))
+        finally:
+            self._check = check
+
     def _noting_failure(self, call: Callable[[], Any], array: np.ndarray) -> Any:
         if self.failure is not None:
             raise self.failure
