@@ -108,7 +108,7 @@ def _multi_worker(
 
 
 def _multi_worker_tfdist(
-    communication: str | None = None,
+    communication: str = "tensorflow",
     steps_per_execution: int = 1,
     num_threads: int = 0,
     codec: str = "",
@@ -119,8 +119,7 @@ def _multi_worker_tfdist(
 
     tfdist = _tfdist()
     tf.config.threading.set_intra_op_parallelism_threads(num_threads)
-    # Versions before the argument have only one way.
-    how: dict[str, Any] = {"communication": communication} if communication else {}
+    how: dict[str, Any] = {"communication": communication}
     if codec:
         how["policies"] = [tfdist.Compression(codec)]
     if clips:
@@ -155,7 +154,7 @@ def _multi_worker_warmup() -> Loop:
 
     tfdist = _tfdist()
 
-    strategy = tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.Warmup(steps=10**9)])
+    strategy = tfdist.MultiWorkerMirroredStrategy(communication="tensorflow", policies=[tfdist.Warmup(steps=10**9)])
     return _multi_worker(keras, strategy, counts_end_of_epoch=False)
 
 
@@ -191,7 +190,10 @@ def _multi_worker_spares(spares: int) -> Loop:
 
     tfdist = _tfdist()
 
-    return _multi_worker(keras, tfdist.MultiWorkerMirroredStrategy(policies=[tfdist.BackupWorkers(spares=spares)]))
+    return _multi_worker(
+        keras,
+        tfdist.MultiWorkerMirroredStrategy(communication="tensorflow", policies=[tfdist.BackupWorkers(spares=spares)]),
+    )
 
 
 def _multi_worker_no_policy() -> Loop:
@@ -199,7 +201,7 @@ def _multi_worker_no_policy() -> Loop:
 
     tfdist = _tfdist()
 
-    strategy = tfdist.MultiWorkerMirroredStrategy()
+    strategy = tfdist.MultiWorkerMirroredStrategy(communication="tensorflow")
     return _multi_worker(keras, strategy, late=[strategy.cluster_resolver.task_id])
 
 

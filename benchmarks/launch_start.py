@@ -33,7 +33,7 @@ _LAUNCH = [sys.executable, "-m", "tfdist", "launch", "local", f"--num_workers={_
 # The command of each contender before the script, and how many lines it prints.
 _CONTENDERS = {
     "alone": ([sys.executable], 1),
-    "launched": (_LAUNCH, _NUM_WORKERS),
+    "launched": ([*_LAUNCH, "--communication=tensorflow"], _NUM_WORKERS),
     "launched, mpi": ([*_LAUNCH, "--communication=mpi"], _NUM_WORKERS),
 }
 

@@ -130,7 +130,9 @@ def _strategy() -> Any:
         tf.config.threading.set_inter_op_parallelism_threads(_NUM_WORKERS + 1)
         return tfdist.MirroredStrategy([f"CPU:{index}" for index in range(_NUM_WORKERS)], policies=policies)
     if chosen.startswith("multi_worker"):
-        return tfdist.MultiWorkerMirroredStrategy(policies=policies if chosen.endswith("policy") else [])
+        return tfdist.MultiWorkerMirroredStrategy(
+            communication="tensorflow", policies=policies if chosen.endswith("policy") else []
+        )
     given = [] if chosen == "asynchronous" else policies
     return tfdist.ParameterServerStrategy(num_workers=_NUM_WORKERS, policies=given)
 

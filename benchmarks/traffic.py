@@ -102,7 +102,7 @@ def _train(way: str) -> dict[str, float]:
     policies: list[Any] = []
     if state is not None:
         policies = [tfdist.ParameterAveraging(EVERY_STEPS, optimizer_state=cast(Any, state))]
-    strategy = tfdist.MultiWorkerMirroredStrategy(policies=policies)
+    strategy = tfdist.MultiWorkerMirroredStrategy(communication="tensorflow", policies=policies)
     import keras
     import numpy as np
     import tensorflow as tf
