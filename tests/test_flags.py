@@ -102,7 +102,8 @@ def test_policies_keep_their_order():
         ("BackupWorkers()", "--tfdist_policies: BackupWorkers missing 1 required positional argument"),
         ("BackupWorkers(spares=-1)", "--tfdist_policies=BackupWorkers(spares=-1): BackupWorkers(spares=...)"),
         ("Warmup(epochs=" + "(" * 400 + ")" * 400 + ")", "--tfdist_policies: ".rstrip(": ")),
-        ("Warmup" * 1000, "--tfdist_policies is no policy with plain arguments"),
+        (f"Warmup(epochs={[1.5] * 1000})", "--tfdist_policies=Warmup("),
+        ("Warmup" * 2000, "--tfdist_policies is no policy with plain arguments"),
     ],
 )
 def test_what_is_no_policy(text, words):

@@ -35,7 +35,7 @@ from tfdist.cluster import Cluster, ClusterError, Task
 from tfdist.policies.base import Policy
 
 _STRATEGIES = ("auto", "mirrored", "multi_worker", "parameter_server", "tpu")
-_MAX_TEXT = 1000
+_MAX_TEXT = 10_000
 
 
 def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:

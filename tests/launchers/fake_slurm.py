@@ -26,7 +26,7 @@ SBATCH = {
     *("job-name", "mail-type", "mem", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos"),
     *("reservation", "signal", "time"),
 }
-SBATCH_SWITCHES = {"parsable", "requeue", "exclusive", "no-requeue", "wait"}
+SBATCH_SWITCHES = {"parsable", "requeue", "exclusive", "no-requeue", "test-only", "wait"}
 SRUN = {"ntasks", "het-group", "cpus-per-task", "distribution", "kill-on-bad-exit", "nodes", "output"}
 SRUN_SWITCHES = {"unbuffered", "label"}
 KILL_WAIT_SECS = 10.0
@@ -76,6 +76,10 @@ def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
         sys.exit(f"error: unrecognized option {rest[0]}")
     if not re.fullmatch(r"[A-Z0-9]+@[0-9]+", options.get("signal", "TERM@1")):
         sys.exit("error: Invalid --signal specification")
+    if "cpus-per-task" in options and options.get("mem") == "1T":
+        sys.exit("sbatch: error: allocation failure: Requested node configuration is not available")
+    if "--test-only" in arguments:
+        return 0
     nodes, ntasks, each = (int(options[name]) for name in ("nodes", "ntasks", "ntasks-per-node"))
     counts = [min(each, ntasks - each * node) for node in range(nodes)]
     env = {

@@ -24,7 +24,7 @@ def test_a_file(tmp_path):
 
 
 def test_a_flag():
-    assert ssh.hosts_from_flag("a,me@b:2") == [Host("a"), Host("me@b", 2)]
+    assert ssh.hosts_from_flag("a, me@b:2") == [Host("a"), Host("me@b", 2)]
 
 
 @pytest.mark.parametrize(

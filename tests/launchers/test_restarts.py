@@ -138,9 +138,9 @@ def test_logs_say_once_that_the_disk_refuses(tmp_path):
     (tmp_path / "run" / "attempt_0" / "ps_0").write_text("in the way")
     for _ in range(2):
         logs.write(ps, ["line"], error=True)
+    output.TaskLogs(tmp_path / "run" / "attempt_0" / "ps_0", 0, said.append).write(worker, [""], error=False)
     assert (tmp_path / "run" / "attempt_0" / "worker_0" / "stdout.log").read_text() == "red\n"
-    assert len(said) == 1
-    assert said[0].startswith("can't log what ps:0 prints: ")
+    assert [line.partition(": [Errno")[0] for line in said] == [f"can't log what {x.name} prints" for x in (ps, worker)]
 
 
 @pytest.mark.parametrize(

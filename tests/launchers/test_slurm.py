@@ -299,10 +299,9 @@ def test_sbatch_wait_has_the_code_of_the_job_and_its_warnings(launch, tmp_path):
 def test_what_slurm_refuses_is_one_line(launch):
     done, code, _ = launch("", "--sbatch=--exclusiv")
     assert (done.returncode, code) == (1, None)
-    assert done.stderr.splitlines() == [
-        "tfdist: --cpus_per_task=8: the tasks of a node share its CPUs",
-        "error: unrecognized option '--exclusiv'",
-    ]
+    refusal = "error: unrecognized option '--exclusiv'"
+    default = "tfdist: --cpus_per_task is Slurm's default: sbatch failed with exit code 1"
+    assert done.stderr.splitlines() == [f"{default}: {refusal}", refusal]
 
 
 def test_without_slurm_it_says_where_to_go(monkeypatch):
@@ -328,12 +327,45 @@ def test_a_dry_run_is_the_script(tmp_path, monkeypatch, capsys):
         ({"options": {"partition": "gpu"}}, 2),
         ({"options": {"partition": "gpu"}, "tasks_per_node": 1, "gpus_per_node": 2}, 6),
         ({"extra": ("-p gpu",), "tasks_per_node": 1, "gpus_per_node": 1}, 6),
+        ({"tasks_per_node": 6, "options": {"partition": "gpu"}}, 1),  # Two tasks for each of three cores.
+        ({"shape": Shape(7), "tasks_per_node": 7}, 0),
     ],
 )
 def test_cpus_per_task_are_those_of_the_smallest_node(options, cpus):
-    nodes = ["low* 6 1 (null)", "low* 8 1 (null)", "gpu 64 2 gpu:a100:4(S:0-1),shard:8", "gpu 6 1 (null)"]
+    nodes = [
+        "low* 6 1 (null)",
+        "low* 8 1 (null)",
+        "gpu 64 2 gpu:a100:4(S:0-1),shard:8",
+        "gpu 6 2 (null)",
+        "CLUSTER: x",
+        "gpu 2+ 1 (null)",
+    ]
     job = slurm.SlurmJob(("train.py",), **{"shape": Shape(6), "tasks_per_node": 3, **options})
     assert slurm.cpus_of_nodes(job, nodes) == cpus
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "words"),
+    [
+        ("--sbatch=--exclusive", "SBATCH_ACCOUNT", "tfdist: --cpus_per_task=8: the tasks of a node share its CPUs\n"),
+        (
+            "--mem=1T",
+            "",
+            "tfdist: --cpus_per_task is Slurm's default: sbatch failed with exit code 1: sbatch: error: all",
+        ),
+        ("--sbatch=--cpus-per-task=4", "", ""),
+        ("--sbatch=-c4", "", ""),
+        ("--srun=--threads-per-core=1", "", ""),
+        ("--num_ps=0", "SBATCH_CORE_SPEC", ""),
+        ("--num_ps=0", "SLURM_HINT", ""),
+    ],
+)
+def test_cpus_are_left_to_slurm_where_it_gives_less(option, variable, words, tmp_path, monkeypatch, capsys):
+    for name, value in {**fake_slurm.install(tmp_path / "slurm"), variable or "UNRELATED": "1"}.items():
+        monkeypatch.setenv(name, value)
+    job = slurm.job_from_flags(command_line.parse(slurm.define_flags, ["--num_workers=1", option])[0], ["train.py"])
+    assert slurm.with_cpus(job).cpus_per_task == 8 * ("=8" in words)
+    assert (said := capsys.readouterr().err).startswith(words) and bool(said) == bool(words)
 
 
 @pytest.mark.parametrize(

@@ -83,14 +83,19 @@ class _Unmade(tfdist.BackupWorkers):
         (lambda: simulate_policy(_Unmade(), _lognormal(1), 2, 3), "_Unmade.__init__ must begin with super().__init__("),
         (lambda: check_policies([_Unmade()], ""), "_Unmade.__init__ must begin with super().__init__(...)"),
         (lambda: check_policies([_Unmade], ""), "policies must be a list of policies such as [_Unmade(...)]. Received"),
-        (lambda: _forgetting("accept"), "Forgetting.accept is never called; did you mean accepts? Else rename it"),
+        (
+            lambda: _forgetting("accept"),
+            "Forgetting.accept: no strategy calls it; did you mean accepts? Else rename it",
+        ),
     ],
 )
 def test_own_policy_that_could_not_work_is_one_line(make: Callable[[], object], words: str):
     with pytest.raises((TypeError, ValueError)) as caught:
         make()
     assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
-    assert [_forgetting(name) for name in ("note", "_accept", "alive")]  # Names of its own, or inherited ones.
+    # Names of its own, or inherited ones.
+    assert [_forgetting(name) for name in ("note", "_accept", "alive", "update", "stats")]
+    assert type("Own", (tfdist.BackupWorkers,), {"__module__": "own", "States": dict, "states": dict})
 
 
 def test_the_same_durations_give_the_same_simulation():

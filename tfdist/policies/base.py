@@ -33,7 +33,7 @@ _ANSWERS = {
     "state": "a dict",
     "updated": "the Update that super().updated(time) returns",
 }
-# What else a user's class may override. A public method with nearly such a name would never be called.
+# What else a user's class may override. A public method with nearly such a name is misspelt, except for `update`.
 _OVERRIDABLE = (*_ANSWERS, "stepped", "shrunk", "lost", "check_replicas", "restore")
 
 
@@ -54,14 +54,15 @@ class Policy:
         super().__init_subclass__(**kwargs)
         for name, given in list(vars(cls).items()) if not cls.__module__.startswith("tfdist.") else ():
             getter = given.fget if isinstance(given, property) else None
+            is_method = getter or (callable(given) and not isinstance(given, type))
             if name in _ANSWERS and getter is not None:
                 setattr(cls, name, property(_answering(cls, name, getter)))
-            elif name in _ANSWERS and callable(given):
+            elif name in _ANSWERS and is_method:
                 setattr(cls, name, _answering(cls, name, given))
-            elif not (callable(given) or getter) or hasattr(super(cls, cls), name) or name.startswith("_"):
+            elif not is_method or hasattr(super(cls, cls), name) or name.startswith("_") or name == "update":
                 continue
-            elif close := difflib.get_close_matches(name, _OVERRIDABLE, 1, 0.8):
-                raise TypeError(f"{cls.__name__}.{name} is never called; did you mean {close[0]}? Else rename it")
+            elif (close := difflib.get_close_matches(name, _OVERRIDABLE, 1, 0.85)) and close[0] not in vars(cls):
+                raise TypeError(f"{cls.__name__}.{name}: no strategy calls it; did you mean {close[0]}? Else rename it")
 
     def __init__(self) -> None:
         self._strategy = ""

@@ -41,6 +41,10 @@ share the directory from which this is called, and have tfdist in the same place
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]+", re.ASCII)
+# A node as sinfo lists it.
+_NODE = re.compile(r"(\S+)\s+(\d+)\s+([1-9]\d*)\s+(.*)", re.ASCII)
+# Options that set the CPUs of a task, or which of a node can be used; also as ends of variables.
+_SETS_CPUS = re.compile(r"-[cSB]|--(?:[a-z_-]*(?:cpus|core|thread)|hint|sockets|extra-n)")
 # Numbers of GPUs in a node's GRES, such as "gpu:a100:4(S:0-1)".
 _GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)")
 # Beginnings of sbatch options that only hosts with GPUs get.
@@ -258,13 +262,14 @@ def make_output_folder(job: SlurmJob) -> None:
 
 def cpus_of_nodes(job: SlurmJob, lines: Sequence[str]) -> int:
     """Returns the CPUs for each task, so that the tasks of a node share all of its CPUs: on whole cores, of the node
-    with the fewest. Tasks that ask for some of the GPUs of a node get that part of its CPUs. Returns 0 without a node.
+    with the fewest. Tasks that ask for some of the GPUs of a node get that part of its CPUs. Returns 0 without a node,
+    or if one has fewer CPUs than tasks.
 
     Args:
       job: the job.
       lines: partition, CPUs, threads per core and GRES of each node; the default partition ends with an asterisk.
     """
-    nodes = [line.split(maxsplit=3) for line in lines]
+    nodes = [node.groups() for line in lines if (node := _NODE.match(line))]
     if not job.used("partition"):
         nodes = [node for node in nodes if node[0].endswith("*")] or nodes
     found, tasks = [], min(job.tasks_per_node, len(job.shape.tasks))
@@ -272,22 +277,28 @@ def cpus_of_nodes(job: SlurmJob, lines: Sequence[str]) -> int:
         cores, gpus = int(cpus) // int(threads), sum(map(int, _GPUS.findall(gres)))
         if 0 < job.gpus_per_node < gpus:
             cores = cores * job.gpus_per_node // gpus
-        found.append(max(1, cores // tasks) * int(threads))
+        found.append(cores // tasks * int(threads) or cores * int(threads) // tasks)
     return min(found, default=0)
 
 
 def with_cpus(job: SlurmJob) -> SlurmJob:
-    """Returns the job with CPUs per task from its partition's nodes, unless they are given or Slurm does not answer."""
-    if job.cpus_per_task or not shutil.which("sinfo"):
+    """Returns the job with CPUs per task from its partition's nodes, unless others are set or Slurm refuses them."""
+    variables = [name for name in os.environ if name.startswith(("SBATCH_", "SLURM_HINT"))]
+    options = (*job.extra, *job.srun, *(f"--{name.partition('_')[2].lower()}" for name in variables))
+    is_set = job.cpus_per_task or any(map(_SETS_CPUS.match, options))
+    if is_set or not all(map(shutil.which, ("sinfo", "sbatch"))):
         return job
     chosen = [f"--partition={job.used('partition')}"] if job.used("partition") else []
     try:
         text = tools.run_tool(["sinfo", "--noheader", "--Node", *chosen, "--format=%P %c %Z %G"])
+        if cpus := cpus_of_nodes(job, text.splitlines()):
+            sharing = dataclasses.replace(job, cpus_per_task=cpus)
+            # Slurm may reserve CPUs of a node, or close some to the partition.
+            tools.run_tool(["sbatch", "--test-only"], str(plan(sharing)))
+            _log.say(f"--cpus_per_task={cpus}: the tasks of a node share its CPUs")
+            return sharing
     except LaunchError as error:
-        _log.say(f"--cpus_per_task is Slurm's default, as sinfo names no nodes: {' '.join(str(error).split())}")
-        return job
-    job = dataclasses.replace(job, cpus_per_task=cpus_of_nodes(job, text.splitlines()))
-    _log.say(f"--cpus_per_task={job.cpus_per_task}: the tasks of a node share its CPUs")
+        _log.say(f"--cpus_per_task is Slurm's default: {' '.join(str(error).split())}")
     return job
 
 

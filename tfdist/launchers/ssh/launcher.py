@@ -296,7 +296,7 @@ def hosts_from_flag(text: str) -> list[Host]:
       LaunchError: an entry is invalid.
     """
     # "a:2" is "a slots=2" of a file.
-    words = [item.replace(":", "\0slots=", 1).split("\0") for item in text.split(",")]
+    words = [item.strip().replace(":", "\0slots=", 1).split("\0") for item in text.split(",")]
     return _hosts([(each, "--hosts", text) for each in words], "write --hosts=a,user@b:2")
 
 

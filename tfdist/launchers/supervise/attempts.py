@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request, shell_code
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request, make_folder, shell_code
 from tfdist.launchers.supervise.notices import ENDED, GIVEN_UP, Notices, not_joined
 from tfdist.launchers.supervise.output import Console, LogSettings, TaskLogs, without_noise
 from tfdist.launchers.supervise.processes import Process, Start, Supervisor, on_signals, start_guard
@@ -480,6 +480,8 @@ class _Submission:
 
     def _attempt(self, number: int) -> AttemptOutcome:
         logs = TaskLogs(self._folder, number, self._say) if self._folder else None
+        if logs:
+            make_folder("--task_logs", logs.folder)
         workers = self._workers
         shown = workers.request.reporting if self._logs.quiet_workers else None
         with Supervisor(self._console, logs and logs.write, shown if self._logs.tee else (), self._start) as supervisor:

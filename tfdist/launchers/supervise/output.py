@@ -17,7 +17,7 @@ from typing import Any
 
 from tfdist import _log
 from tfdist.launchers import environment
-from tfdist.launchers.requests import SENT_PREFIX, LaunchError, make_folder
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError
 
 # Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, at the end of
 # a pass, and for sums that all tasks abort before they raise the same. Other warnings and errors stay, and log files
@@ -191,14 +191,10 @@ class TaskLogs:
       folder: DIRECTORY/RUN.
       attempt: number of the attempt, from 0.
       say: writes a line to the log if a file can't be written; the job continues.
-
-    Raises:
-      LaunchError: the folder can't be created.
     """
 
     def __init__(self, folder: pathlib.Path, attempt: int, say: Callable[[str], None]) -> None:
         self.folder = folder / f"attempt_{attempt}"
-        make_folder("--task_logs", self.folder)
         self._say = say
         self._refused: set[str] = set()
 
@@ -207,7 +203,7 @@ class TaskLogs:
         name = ("stderr" if error else "stdout") + (f".{task.restart}" if task.restart else "")
         path = self.folder / task.name.replace(":", "_") / f"{name}.log"
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write("".join(f"{line}\n" for line in lines))
         except OSError as problem:
