@@ -57,7 +57,7 @@ class Policy:
             is_method = getter or (callable(given) and not isinstance(given, type))
             if name in _ANSWERS and getter is not None:
                 setattr(cls, name, property(_answering(cls, name, getter)))
-            elif name in _ANSWERS and is_method:
+            elif name in _ANSWERS and callable(given):
                 setattr(cls, name, _answering(cls, name, given))
             elif not is_method or hasattr(super(cls, cls), name) or name.startswith("_") or name == "update":
                 continue
