@@ -16,8 +16,6 @@ from tfdist.launchers.environment import AUTO, COMMUNICATION_VARIABLE, KINDS, MP
 from tfdist.transport import mpi
 
 _WHAT = "starting MPI"
-# For so long the first sums are waited for: a firewall may keep MPI's connections, on ports of its own, from coming up.
-_FIRST_SUMS_SECS = 20.0
 
 
 def check_communication(communication: Any) -> None:
@@ -84,7 +82,6 @@ def connect(
     started, error = None, ""
     try:
         started = mpi.start(index, places, exchange, job, agreement.check_others, start_timeout_secs)
-        started.try_out(_FIRST_SUMS_SECS)
     except (RuntimeError, OSError) as failure:
         error = str(failure)
     failed = {task: text for task, text in agreement.gather(error, _WHAT).items() if text}
@@ -151,6 +148,8 @@ def _local_state(asked: str, devices: Sequence[str], num_workers: int) -> dict[s
         name = mpi.library_name()
     except (ImportError, RuntimeError, OSError) as error:
         return {"problem": f"mpi4py finds no MPI library ({error}): pip install mpich, or set MPI4PY_LIBMPI"}
+    if asked == AUTO and size != num_workers and (problem := mpi.untried(name)):
+        return {"problem": problem}
     if mpi.needs_launcher(name) and size != num_workers:
         started = "none has" if size is None else f"it has started {size} processes for {num_workers} workers"
         return {

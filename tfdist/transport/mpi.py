@@ -22,6 +22,7 @@ import pathlib
 import re
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -42,6 +43,8 @@ _MARKS = 1021
 _SPIN_SECS, _YIELD_SECS = 50e-6, 500e-6
 _SLEEP_SECS = 50e-6
 _CHECK_SECS = 1.0
+# A firewall may keep MPI's connections, on ports of its own, from coming up.
+FIRST_SUMS_SECS = 20.0
 # Longest search for the lost worker after an error of the library.
 _BLAME_SECS = 12.0
 
@@ -88,28 +91,34 @@ class Mpi:
         with self._lock:
             return self._noting_failure(lambda: self._sum(array, in_place), array)
 
-    def try_out(self, timeout_secs: float) -> None:
+    def try_out(self) -> Any:
         """Sums a small and a large array, so that the workers' connections come up; all workers call it.
 
+        Returns:
+          Another communicator of the same workers.
+
         Raises:
-          ConnectionError: the sums are not there within `timeout_secs`.
+          ConnectionError: it is not done within `FIRST_SUMS_SECS`.
         """
-        check, deadline = self._check, time.monotonic() + timeout_secs
+        check, deadline = self._check, time.monotonic() + FIRST_SUMS_SECS
 
         def within() -> None:
             check()
             if time.monotonic() > deadline:
                 raise ConnectionError(
-                    f"MPI's first sum has not completed within {timeout_secs:g} s; a firewall may keep its connections "
-                    "from coming up: let all ports pass between the workers"
+                    f"MPI's first sum has not completed within {FIRST_SUMS_SECS:g} s; a firewall may keep its "
+                    "connections from coming up: let all ports pass between the workers"
                 )
 
         self._check = within
         try:
             for size in (1, _SMALL_BYTES // 8 + self._size):
                 self.sum(np.ones(size))
+            other, request = self._comm.Idup()
+            self._wait([request])
         finally:
             self._check = check
+        return other
 
     def _noting_failure(self, call: Callable[[], Any], array: np.ndarray) -> Any:
         if self.failure is not None:
@@ -272,6 +281,7 @@ _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_")
 _THREAD_SERIALIZED, _THREAD_MULTIPLE = 2, 3
 _START_CHECK_SECS = 1.0
 _STALL_SECS = 30.0
+_CHILD_SECS = 30.0
 # For so long a process that has ended waits for the others, whose last messages may still be on their way.
 _LEAVE_SECS, _FINISH_SECS = 10.0, 60.0
 
@@ -320,6 +330,21 @@ def needs_launcher(name: str) -> bool:
     return not name.startswith(_WITHOUT_LAUNCHER)
 
 
+def untried(name: str) -> str:
+    """Returns why a library of this name is not taken unasked; "" if it is, and could be started by a child process."""
+    if not name.startswith("MPICH"):
+        return f"{name} is taken if communication='mpi' asks for it"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
+    try:
+        # An error within the library's start, such as of its shared memory, may end the process.
+        command = [sys.executable, "-c", "from mpi4py import MPI"]
+        child = subprocess.run(command, env=environment, capture_output=True, timeout=_CHILD_SECS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{name} could not be started: {error}"
+    said = " ".join(child.stderr.decode(errors="replace").split())[-200:]
+    return f"{name} could not be started: {said or child.returncode}" if child.returncode else ""
+
+
 def start(
     index: int,
     places: Sequence[str],
@@ -340,6 +365,7 @@ def start(
 
     Raises:
       RuntimeError: the library can't be initialized, or its job has another number of processes.
+      ConnectionError: see `Mpi.try_out`.
     """
     module, server = _mpi4py(), None
     with _ending_if_alone(check, timeout_secs):
@@ -360,11 +386,12 @@ def start(
                 f"the MPI job has another number of processes than the cluster; start one for each worker. Received: "
                 f"{world.size} processes, {len(places)} workers"
             )
+        is_polite = places.count(places[index]) > _machine.usable_cpus()
+        farewell = Mpi(module, world, check, is_polite).try_out()
         # The processes of the MPI job may have other numbers than the workers.
-        communicator, farewell = world.Split(0, index), world.Split(0, index)
+        sums = Mpi(module, world if server else world.Split(0, index), check, is_polite)
     if server is not None:
         _remove_names_of_shared_memory()
-    sums = Mpi(module, communicator, check, is_polite=places.count(places[index]) > _machine.usable_cpus())
     # A launcher takes a process that ends without MPI_Finalize for a failure.
     _forks.at_exit(_leave, sums, module, farewell, check, server is None)
     return sums
