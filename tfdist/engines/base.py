@@ -9,6 +9,7 @@ What else an engine has, such as the averages before a checkpoint, is between th
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,8 +42,12 @@ class Engine(SavedState, abc.ABC):
           What the step returns, for all replicas of all workers together.
         """
         check_eager("strategy.run")
-        traces = self.__dict__.setdefault("_prepared", Traces(most_kept=1))
-        return traces.find(step, (handle.kind,), lambda: self.prepared(step, handle))(handle.of, handle)
+        make = self._of_loops.find(step, (handle.kind,), lambda: self.prepared(step, handle))
+        return make(handle.of, handle)
+
+    @functools.cached_property
+    def _of_loops(self) -> Traces:
+        return Traces(most_kept=1)
 
     def prepared(self, step: Step, handle: Any) -> Callable[[Any, Any], Any] | None:
         """Traces a model's train step for the handles of a kind, if this engine runs Python in each step.

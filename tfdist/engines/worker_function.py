@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -289,7 +290,7 @@ class Program:
             return next(parts) if self._in_parts else leaf.pick(batch)
         if not _is_tensor(leaf):
             return leaf
-        if tf.is_tensor(leaf) and not tf.nest.is_nested(leaf) and isinstance(leaf, tf.Tensor):
+        if isinstance(leaf, tf.Tensor | tf.TensorSpec):
             return next(supply)
         components = [next(supply) for _ in tf.nest.flatten(leaf, expand_composites=True)]
         return tf.nest.pack_sequence_as(leaf, components, expand_composites=True)
@@ -336,7 +337,7 @@ def _writes(operation: tf.Operation) -> bool:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return tf.is_tensor(leaf)
+    return tf.is_tensor(leaf) or isinstance(leaf, tf.TypeSpec)
 
 
 # The programs of functions given to `strategy.run`: each is traced once for each kind of arguments and feed.
@@ -385,13 +386,28 @@ class Programs:
           in_parts: see `Program`.
         """
         worker_fed = feed is not None and feed.in_step
-        specs = tf.nest.map_structure(spec_of, (args, kwargs))
+        given = tf.nest.map_structure(_as_traced, (args, kwargs))
+        if feed is None and not in_parts and step.traces is not None:
+            given = self._with_open_sizes(step, given)
+        args, kwargs = given
 
         def trace() -> Program:
             self.rehearse(step, args, kwargs)
             return self.trace(step, args, kwargs, worker_fed, in_parts)
 
-        return self.traces.find(step, (worker_fed, in_parts, repr(specs), step.steps_per_execution > 1), trace)
+        key = repr(tf.nest.map_structure(_key, given))
+        return self.traces.find(step, (worker_fed, in_parts, key, step.steps_per_execution > 1), trace)
+
+    def _with_open_sizes(self, step: Step, given: Any) -> Any:
+        """Opens the sizes of a batch that others before had otherwise, as Keras' `train_on_batch` does."""
+        before = self.traces.shared(step, "sizes", dict)
+        form = repr(tf.nest.map_structure(lambda leaf: getattr(leaf, "dtype", leaf), given))
+        leaves = tf.nest.flatten(given)
+        before[form] = [
+            (new.most_specific_common_supertype([old]) or new) if isinstance(new, tf.TypeSpec) else new
+            for new, old in zip(leaves, before.get(form, leaves), strict=True)
+        ]
+        return tf.nest.pack_sequence_as(given, before[form])
 
     def rehearse(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> None:
         """Creates the variables that the first call of a function would create."""
@@ -424,16 +440,26 @@ class Programs:
 
 
 def in_tensors(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Replaces NumPy arrays by tensors, so that a step is not traced for each of their values."""
-    to_tensor = lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+    """Replaces arrays, of NumPy and others, by tensors, so that a step is not traced for each of their values."""
+
+    def to_tensor(leaf: Any) -> Any:
+        is_array = hasattr(leaf, "__array__") and not isinstance(leaf, type)
+        is_kept = tf.is_tensor(leaf) or isinstance(leaf, keras.Variable | tf.distribute.DistributedValues)
+        return tf.convert_to_tensor(leaf.__array__()) if is_array and not is_kept else leaf
+
     return tf.nest.map_structure(to_tensor, (args, kwargs))
 
 
-def spec_of(leaf: Any) -> Any:
-    """Returns the spec that a step is traced for: for a batch its kind."""
+def _as_traced(leaf: Any) -> Any:
+    """Returns what a step is traced for, and the trace keeps: no tensor and no batch."""
     if isinstance(leaf, WorkerBatch):
-        return leaf.kind
-    return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+        return WorkerBatch(leaf.kind)
+    is_value = tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable)
+    return tf.type_spec_from_value(leaf) if is_value else leaf
+
+
+def _key(leaf: Any) -> Any:
+    return f"batch of kind {leaf.kind.number}" if isinstance(leaf, WorkerBatch) else leaf
 
 
 def unused(handles: Sequence[WorkerBatch]) -> Batch | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import replicas
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
@@ -159,7 +160,10 @@ class ReplicaDatasetFromFunction(ReplicaDataset):
 
     @property
     def cardinality(self) -> int:
-        """See `DistributedDataset.cardinality`."""
+        """See `DistributedDataset.cardinality`: of what the call that asks reads."""
+        call = calls.current()
+        if call is not None and not call.trains:
+            return int(self.whole.cardinality)
         return int(tf.data.Dataset.zip(tuple(self.datasets)).cardinality())
 
     def iterate(self) -> ReplicaIterator:

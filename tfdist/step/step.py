@@ -41,7 +41,8 @@ class Step:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         function = models.undecorated(function)
-        inner = getattr(function, "__wrapped__", function)
+        # A bound method hands on the attributes of its function, such as that of a decorator.
+        inner = function if isinstance(function, types.MethodType) else getattr(function, "__wrapped__", function)
         owner = getattr(inner, "__self__", None)
         self.function = function
         # Any: callers that use the model of a Keras step know that it has one.
@@ -98,7 +99,8 @@ class Step:
         So the cache ends with the model, and when the model is compiled again. Then Keras makes a new function of a
         bound method that compares equal to the previous one. None if Keras has made nothing of it, as in a custom loop.
         """
-        function = getattr(self.model, f"{self.kind}_function", None) if self.is_bound else None
+        model = self.model_in_use if self.is_bound or self.kind == "predict" else None
+        function = getattr(model, f"{self.kind}_function", None)
         return None if function is None else patching.setdefault(function, "_tfdist_traced", dict)
 
 

@@ -196,16 +196,17 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         step = Step(model.train_step)
         if kind != "train":
             return stock
-        if not step.is_bound or step.kind != "train":
-            if self._aggregation is not None:
-                raise ValueError(
-                    "train_step: a policy takes a model's step apart, so it must be a method; define train_step in a "
-                    f"subclass of keras.Model. Received: train_step={model.train_step!r}"
-                )
+        is_method = step.is_bound and step.kind == "train"
+        if not is_method and self._aggregation is None:
             return stock
 
         def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
             self.distribution.check_open()
+            if not is_method:
+                raise ValueError(
+                    "train_step: a policy takes a model's step apart, so it must be a method; define train_step in a "
+                    f"subclass of keras.Model. Received: train_step={model.train_step!r}"
+                )
             return handle.engine.prepared(step, handle) or (lambda iterator, handle: stock([handle]))
 
         return handles.executions(model, stock, prepare)

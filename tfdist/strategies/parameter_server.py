@@ -436,7 +436,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
                 make = prepared.get(first.kind)
                 if make is None:
                     self._check_step(step)
-                    make = prepared[first.kind] = self._engine.prepared(step, first)
+                    # Not `first`, which a trace would keep, with its pass.
+                    make = prepared[first.kind] = self._engine.prepared(step, first.of.dataset.next_one)
                 outputs = [make(first.of, batch) for batch in batches]
             return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(splitting.joined, *outputs)
 
