@@ -14,6 +14,7 @@ import tfdist
 from tfdist.doctor import __main__ as doctor
 from tfdist.doctor import measure as doctor_measure
 from tfdist.doctor.measure import MeasuredLink
+from tfdist.launchers import requests
 
 
 def clusters(ports: list[int]) -> list[tfdist.Cluster]:
@@ -45,7 +46,8 @@ def test_a_task_that_is_missing_is_named(capsys):
 
 def test_one_task_alone_has_no_link(capsys):
     cluster = tfdist.Cluster({"worker": ["127.0.0.1:1"]}, tfdist.Task("worker", 0))
-    assert doctor.main(["--measure"]) == 1  # no TF_CONFIG at all
+    with pytest.raises(requests.LaunchError, match="no TF_CONFIG"):
+        doctor.main(["--measure"])
     assert doctor_measure.measure_as_task({"TF_CONFIG": cluster.to_tf_config()}, 1.0, 1.0, 2**16) == 1
     assert "worker:0 has no other task" in capsys.readouterr().err
 

@@ -81,6 +81,26 @@ def test_metrics_of_several_steps_are_those_of_one_device(strategy: Any, steps_p
         np.testing.assert_allclose(found[name], values, rtol=1e-5)
 
 
+def test_single_batches_of_many_sizes_are_traced_twice(strategy: Any) -> None:
+    traced = []
+
+    class Noting(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            traced.append(x.shape[0])
+            return x
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((X.shape[1],)), Noting(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    for size in (3, 4, 5, 6):
+        assert math.isfinite(model.train_on_batch(X[:size], Y[:size]))
+        assert model.predict_on_batch(X[:size]).shape == (size, 1)
+        if size == 4:
+            before = len(traced)
+    assert len(traced) == before
+    assert traced[-1] is None
+
+
 class Looking(keras.Sequential):
     """Looks at values in its step, as one does to find a mistake."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -121,6 +122,42 @@ def test_functions_of_ones_own_get_the_batch_itself(strategy):
     np.testing.assert_allclose(found, [X[start : start + 8].sum() for start in range(0, 45, 8)], rtol=1e-5, atol=1e-5)
     with pytest.raises(TypeError, match=r"give it whole to strategy\.run"):
         tuple(next(iter(dataset)))
+
+
+def test_a_decorated_step_follows_the_policy_and_a_function_is_refused(strategy):
+    def decorated(method):
+        @functools.wraps(method)
+        def step(self, data):
+            return method(self, data)
+
+        return step
+
+    class Decorated(keras.Sequential):
+        train_step = decorated(keras.Sequential.train_step)
+
+    with strategy.scope():
+        model = Decorated([keras.Input((X.shape[1],)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    before = strategy.report().updates
+    model.fit(X, Y, batch_size=9, verbose=0)
+    assert strategy.report().updates == before + 5
+    model.train_step = lambda data: {}
+    model.compile("sgd", "mse")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="train_step: a policy takes a model's step apart, so it must be a method"):
+            model.fit(X, Y, batch_size=9, verbose=0)
+
+
+def test_evaluate_reads_all_of_one_s_own_data_sets(strategy, recwarn):
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse")
+    own = strategy.distribute_datasets_from_function(
+        lambda _: tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(4)
+    )
+    found = model.evaluate(own, verbose=0)
+    assert not [each for each in recwarn if "ran out of data" in str(each.message)]
+    assert found == pytest.approx(model.evaluate(X[:16], Y[:16], batch_size=8, verbose=0), rel=1e-5)
 
 
 # With spares.

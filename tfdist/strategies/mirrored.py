@@ -178,7 +178,15 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         """With a policy every replica is an input pipeline of its own: it reads, in its thread, what is made for it."""
         count = self.num_replicas_in_sync
         contexts = [tf.distribute.InputContext(count, replica, count) for replica in range(count)]
-        synchronous = functools.partial(super().distribute_datasets_from_function, dataset_fn, options)
+        distribute = functools.partial(super().distribute_datasets_from_function, dataset_fn, options)
+
+        def synchronous() -> Any:
+            distributed = distribute()
+            if tf.executing_eagerly() and (elements := int(distributed.cardinality)) >= 0:
+                # Each step takes an element for each replica.
+                inputs.set_length(distributed, -(-elements // count))
+            return distributed
+
         if self._engine is None or options is not None or not tf.executing_eagerly():
             whole = synchronous()
         else:
