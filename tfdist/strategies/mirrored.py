@@ -182,9 +182,8 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
 
         def synchronous() -> Any:
             distributed = distribute()
-            if tf.executing_eagerly() and (elements := int(distributed.cardinality)) >= 0:
-                # Each step takes an element for each replica.
-                inputs.set_length(distributed, -(-elements // count))
+            if tf.executing_eagerly():
+                inputs.set_length(distributed, inputs.steps_of(distributed, count))
             return distributed
 
         if self._engine is None or options is not None or not tf.executing_eagerly():

@@ -450,9 +450,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         distributed = self._read_directly(super().distribute_datasets_from_function(dataset_fn, options))
         has_policy = bool(self._quorum or self._averaging or self._warming)
         if self.distribution.agreement is not None and tf.executing_eagerly():
-            count = int(distributed.cardinality)
-            # Each step takes an element for each replica of the worker.
-            steps = count if count < 0 else -(-count // len(self.extended.worker_devices))
+            steps = inputs.steps_of(distributed, len(self.extended.worker_devices))
             steps = _shared_datasets.longest(steps, self.distribution.agreement, has_policy)
             inputs.set_length(distributed, steps)
         if not has_policy or not tf.executing_eagerly():

@@ -93,6 +93,12 @@ class _WithFullBatches(input_lib.InputWorkers):
         return (*super().serialize(), "full batches")
 
 
+def steps_of(distributed: Any, num_replicas: int) -> int:
+    """Returns the steps of a pass, each of an element for each replica of this worker; or a constant of tf.data's."""
+    elements = int(distributed.cardinality)
+    return elements if elements < 0 else -(-elements // num_replicas)
+
+
 def set_length(distributed: Any, steps: int) -> None:
     """Says how many steps a pass has on all workers: TensorFlow takes the number of this worker's own elements."""
     distributed._cardinality = steps
