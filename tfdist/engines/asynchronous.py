@@ -142,13 +142,15 @@ class AsynchronousEngine(Engine):
 
     def prepared(self, step: Step, handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`, also for a step that evaluates or predicts: the logs are the newest ones."""
-        program_for = self._programs_of(step, (handle,), {})
+        self.programs.rehearse(step, (handle,), {})
+        # By whether a worker reads the batch itself.
+        program_for = functools.cache(lambda worker_fed: self.programs.trace(step, (handle,), {}, worker_fed, False))
         if step.kind == "predict":
-            predicting = program_for(False, False)
+            predicting = program_for(False)
             return lambda iterator, handle: predicting.rebuild(self._predict(predicting, iterator.feed))  # type: ignore[arg-type]
         trains = step.kind == "train"
         # Before anything of the data is read: most passes that train are fed by the workers.
-        program_for(trains, False)
+        program_for(trains)
         # The newest logs are the same for many steps.
         flat: Any = None
         logs: Any = None
@@ -156,7 +158,7 @@ class AsynchronousEngine(Engine):
         def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
             nonlocal flat, logs
             feed = iterator.feed
-            program, tensors = program_for(feed.in_step, False), ()
+            program, tensors = program_for(feed.in_step), ()
             if feed.by_chief:
                 tensors = feed.next_batch()
                 feed.redeem()
@@ -187,13 +189,6 @@ class AsynchronousEngine(Engine):
         args, kwargs = worker_batch.as_values(args, kwargs)
         with self._strategy.scope(), one_replica.replica_on(self._strategy, coordinator.CHIEF_DEVICE):
             return step.function(*args, **kwargs)
-
-    def _programs_of(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Callable[[bool, bool], Program]:
-        """Creates the variables of a function; returns what traces it, once for each `worker_fed` and `in_parts`."""
-        self.programs.rehearse(step, args, kwargs)
-        return functools.cache(
-            lambda worker_fed, in_parts: self.programs.trace(step, args, kwargs, worker_fed, in_parts)
-        )
 
     def _dispatch(self, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None) -> list[np.ndarray]:
         """Queues or runs a step, by its kind; returns its flat result.
