@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -31,12 +31,12 @@ import tensorflow as tf
 from tfdist.compat import patching
 from tfdist.compat.keras import optimizers
 from tfdist.compat.keras.calls import Call
+from tfdist.compat.tensorflow import inputs
 from tfdist.engines import averaging_step
 from tfdist.engines.averaging_step import Average, Count
 from tfdist.engines.base import Engine
-from tfdist.passes import handle as handles
 from tfdist.passes import splitting
-from tfdist.passes.handle import BatchHandle, DistributedDataset
+from tfdist.passes.handle import DistributedDataset
 from tfdist.passes.shares import ReplicaPart, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
 from tfdist.step import losses, replicas, step_times, trials
@@ -87,12 +87,13 @@ class AveragingEngine(Engine):
 
     def distribute(self, dataset: Any, whole: Callable[[], Any]) -> DistributedDataset:
         """A data set of global batches, for `fit` and for others; `whole` makes the stock one."""
-        num_replicas = self._strategy.num_replicas_in_sync
-        return DistributedDataset(self, whole_batches(self, dataset, num_replicas), whole)
+        splitting.check_batched(dataset.element_spec, self._strategy.num_replicas_in_sync)
+        return DistributedDataset(self, step_times.timed(dataset), whole)
 
     def distribute_own(self, dataset: Any, whole: Callable[[], Any]) -> DistributedDataset:
         """The same from a data set of this worker's own."""
-        return DistributedDataset(self, own_parts(self, dataset, len(self._replicas)), whole)
+        own = inputs.mapped_inline(splitting.groups_of(dataset, len(self._replicas)), lambda *parts: Own(parts))
+        return DistributedDataset(self, step_times.timed(own), whole)
 
     def open(self, dataset: DistributedDataset, fit: Call | None) -> Any:
         """Opens a pass of `fit` over a data set; averages first what was begun, also by an interrupted `fit`."""
@@ -103,12 +104,12 @@ class AveragingEngine(Engine):
         self._times.begin_pass()
         return iter(dataset.own)
 
-    def run(self, step: Step, handle: BatchHandle) -> Any:
+    def run(self, step: Step, timed: step_times.Timed) -> Any:
         """Makes a step alone, and averages if it is time; in cross-replica context, in a graph or eagerly.
 
         Args:
           step: a model's `train_step`.
-          handle: of a data set of this engine.
+          timed: an element of a data set of this engine.
 
         Returns:
           The logs: the same on all workers.
@@ -116,15 +117,14 @@ class AveragingEngine(Engine):
         model = step.model
         self._prepare(model)
         num_replicas = self._strategy.num_replicas_in_sync
-        with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle.content)):
+        with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, timed)):
             average = self._average_of(model)
-            parts = parts_of_replicas(handle, self._replicas, num_replicas)
+            parts = parts_of_replicas(timed.given, self._replicas, num_replicas)
             sums = trials.sums_in(self._strategy, step, parts[0].batch, num_replicas)
             average.begin_step()
-            called, _, got = handle.content
-            timed = self._times.begin(tf.stack([called, got]))
-            results = averaging_step.step_alone(self._strategy, step, parts, timed.hand_in, sums)
-            timed.keep(results)
+            times = self._times.begin(tf.stack([timed.called, timed.got]))
+            results = averaging_step.step_alone(self._strategy, step, parts, times.hand_in, sums)
+            times.keep(results)
             shares = [losses.share_of_batch(part.batch, part.total, num_replicas) for part in parts]
             return average.end_step(results, shares, step.is_of_keras)
 
@@ -257,27 +257,17 @@ class _Settling(keras.callbacks.Callback):
 # The data of a strategy whose replicas train alone: `fit` reads them without asking anybody.
 #
 # In `fit` every worker iterates over whole batches, of which each replica takes its part in the step. Or it iterates
-# over the parts of its own replicas. The iterator is tf.data's, and its elements are handles that hold the batch.
+# over the parts of its own replicas. The iterator is tf.data's.
 
 
-# Forms of handles: their content is a batch of all replicas, or a tuple of the parts of this worker's replicas.
-_WHOLE, _OWN = "whole", "own"
+class Own(NamedTuple):
+    """What a worker's replicas read of data of its own, in place of a whole batch.
 
-
-def whole_batches(engine: Any, dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
-    """Returns the data set of handles that `fit` iterates over, from one of global batches.
-
-    Raises:
-      ValueError: the elements are not batches.
+    Attributes:
+      parts: one for each replica of this worker.
     """
-    splitting.check_batched(dataset.element_spec, num_replicas)
-    return handles.in_handles(engine, step_times.timed(dataset), _WHOLE, prefetched=0)
 
-
-def own_parts(engine: Any, dataset: tf.data.Dataset, num_local_replicas: int) -> tf.data.Dataset:
-    """The same from a data set of this worker's own, whose elements go to its replicas in turn."""
-    groups = splitting.groups_of(dataset, num_local_replicas)
-    return handles.in_handles(engine, step_times.timed(groups), _OWN, prefetched=0)
+    parts: tuple[Any, ...]
 
 
 def is_plain(dataset: Any, options: Any) -> bool:
@@ -285,19 +275,18 @@ def is_plain(dataset: Any, options: Any) -> bool:
     return options is None and isinstance(dataset, tf.data.Dataset) and tf.executing_eagerly()
 
 
-def parts_of_replicas(handle: handles.BatchHandle, replicas: Sequence[int], num_replicas: int) -> list[ReplicaPart]:
+def parts_of_replicas(given: Any, replicas: Sequence[int], num_replicas: int) -> list[ReplicaPart]:
     """Returns the parts of a batch that the replicas of this worker train on.
 
     Args:
-      handle: an element of `whole_batches` or `own_parts`.
+      given: a batch, or `Own`.
       replicas: which parts of a whole batch they take.
       num_replicas: replicas on all workers.
     """
-    content = handles.without_optionals(handle.content[1])
-    if handle.kind.form == _WHOLE:
+    if not isinstance(given, Own):
         with tf.device("/device:CPU:0"):
-            total = splitting.rows(content)
-            return [ReplicaPart(splitting.cut(content, replica, num_replicas), total) for replica in replicas]
-    rows = [splitting.rows(batch) for batch in content]
+            total = splitting.rows(given)
+            return [ReplicaPart(splitting.cut(given, replica, num_replicas), total) for replica in replicas]
+    rows = [splitting.rows(batch) for batch in given.parts]
     is_all = len(rows) == num_replicas and None not in rows
-    return [ReplicaPart(batch, tf.add_n(rows) if is_all else None) for batch in content]
+    return [ReplicaPart(batch, tf.add_n(rows) if is_all else None) for batch in given.parts]

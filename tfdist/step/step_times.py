@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -353,14 +353,31 @@ class Period:
             self._times.write(now, now - self._handed_in, self._steps, parts)
 
 
+class Timed(NamedTuple):
+    """An element of a data set that an engine, or a strategy, reads for `fit`, with the times of its read.
+
+    Keras hands it to `strategy.run` as it is, in the graph that calls `next`.
+
+    Attributes:
+      called: time at which `next` was called, float64 [].
+      given: element of the data set.
+      got: time at which `next` returned, float64 [].
+    """
+
+    called: tf.Tensor
+    given: Any
+    got: tf.Tensor
+
+
 def timed(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a data set of (time at which `next` was called, element, time at which it returned)."""
+    """Returns a data set of `Timed` elements, in one order."""
     # The data sets of a zip are read in their order.
     called = inputs.mapped_inline(tf.data.Dataset.from_tensors(0).repeat(), lambda _: tf.timestamp())
     found = inputs.mapped_inline(
-        tf.data.Dataset.zip(called, dataset.prefetch(2)), lambda *each: (*each, tf.timestamp())
+        tf.data.Dataset.zip(called, dataset.prefetch(2)), lambda *each: Timed(*each, tf.timestamp())
     )
     options = tf.data.Options()
+    options.deterministic = True
     # The times would be wrong if tf.data read ahead.
     options.experimental_optimization.inject_prefetch = False
     return found.with_options(options)

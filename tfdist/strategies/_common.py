@@ -41,7 +41,7 @@ from tfdist.step.replicas import (
     run_step,
 )
 from tfdist.step.step import Step
-from tfdist.step.step_times import StepClock
+from tfdist.step.step_times import StepClock, Timed
 from tfdist.strategies.distribution import Closing
 
 
@@ -152,10 +152,14 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             return self._run_stock(step.function, args, kwargs, options)
 
         step = Step(fn)
+        if len(args) == 1 and isinstance(args[0], Timed):
+            if step.is_bound and step.kind == "train":
+                return tf.nest.map_structure(mark_reduced, self._run_timed(step, args[0]))
+            args = (self._batch_of_timed(step, args[0]),)
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
             is_batch = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
             if is_batch and step.is_bound and step.kind == "train":
-                return tf.nest.map_structure(mark_reduced, self._run_on_handle(step, args[0]))
+                return tf.nest.map_structure(mark_reduced, args[0].engine.run(step, args[0]))
             args, kwargs = tf.nest.map_structure(self._batch_of, (args, kwargs))
         if not step.is_bound or len(args) != 1 or kwargs:
             return self._run_function(stock, step, args, kwargs, options)
@@ -179,9 +183,15 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             sums=trials.sums_in(self, step, self._of_first_replica(args[0]), self.num_replicas_in_sync),
         )
 
-    def _run_on_handle(self, step: Step, handle: BatchHandle) -> Any:
-        """Runs a model's `train_step` on the batch that a handle stands for."""
-        return handle.engine.run(step, handle)
+    def _run_timed(self, step: Step, timed: Timed) -> Any:
+        """Runs a model's `train_step` on an element of the data that this process reads for `fit`."""
+        averaging: Any = self._averaging
+        return averaging.run(step, timed)
+
+    def _batch_of_timed(self, step: Step, timed: Timed) -> Any:
+        """The batch of such an element, as distributed values for a function that is no method of the model."""
+        del timed
+        raise _refused(step.function)
 
     def _batch_of(self, leaf: Any) -> Any:
         """The batch that a handle stands for, as distributed values; any other argument as it is."""
@@ -203,10 +213,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
             self.distribution.check_open()
             if not is_method:
-                raise ValueError(
-                    "train_step: a policy takes a model's step apart, so it must be a method; define train_step in a "
-                    f"subclass of keras.Model. Received: train_step={model.train_step!r}"
-                )
+                raise _refused(model.train_step)
             return handle.engine.prepared(step, handle) or (lambda iterator, handle: stock([handle]))
 
         return handles.executions(model, stock, prepare)
@@ -328,6 +335,13 @@ def build_model(strategy: tf.distribute.Strategy, model: keras.Model, data: Any,
             models.build_model(model, batch)
         rehearsal.before_keras(strategy, model, step)
         models.build_by_keras(model, batch)
+
+
+def _refused(function: Any) -> ValueError:
+    return ValueError(
+        "train_step: a policy takes a model's step apart, so it must be a method; define train_step in a subclass of "
+        f"keras.Model. Received: train_step={function!r}"
+    )
 
 
 def mend_keras(strategy: tf.distribute.Strategy) -> None:

@@ -167,24 +167,21 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     # each knows the size of a batch, and in which step the data end. Where that does not hold, such as for data of
     # unknown length, TensorFlow's own iterator asks the others.
 
-    def _in_fit(self, own: tf.data.Dataset, element_spec: Any, whole: Callable[[], Any]) -> handles.DistributedDataset:
+    def _in_fit(self, own: tf.data.Dataset, whole: Callable[[], Any]) -> handles.DistributedDataset:
         """Makes the data set whose batches `fit` reads like that.
 
         Args:
           own: this worker's part of each batch, with the size of the batch.
-          element_spec: of whole batches.
           whole: makes the stock data set.
         """
-        size = splitting.static_size(element_spec)
-        is_even = size is not None and size % self.num_replicas_in_sync == 0
-        given = handles.in_handles(self, step_times.timed(own), is_even, prefetched=0)
-        return _PartsInFit(lambda: self._times and self._times.begin_pass(), given, whole)
+        return _PartsInFit(lambda: self._times and self._times.begin_pass(), step_times.timed(own), whole)
 
-    def _run_on_handle(self, step: Step, handle: handles.BatchHandle) -> Any:
-        if handle.engine is not self:
-            return super()._run_on_handle(step, handle)
-        is_even, (called, (_, total), got) = handle.kind.form, handle.content
-        count = self.num_replicas_in_sync
+    def _run_timed(self, step: Step, timed: step_times.Timed) -> Any:
+        if self._averaging:
+            return super()._run_timed(step, timed)
+        (part, total), count = timed.given, self.num_replicas_in_sync
+        # `splitting.cut` says the size of parts only if all have it.
+        is_even = splitting.static_size(part) is not None
 
         def shares_of(parts: list[Any]) -> Shares | None:
             return None if is_even else Shares.of_batches(parts, lambda rows: (total, total < count), count)
@@ -192,15 +189,15 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         run = lambda each, given: self._run_stock(each, (given,), model=step.model)  # noqa: E731
         self._prepare(step.model)
         sum_gradients = self._compressed.in_step if self._compressed else None
-        times = self._times.begin(tf.stack([called, got])) if self._is_timed else None
-        part = self._batch_of(handle)
+        times = self._times.begin(tf.stack([timed.called, timed.got])) if self._is_timed else None
         sums = trials.sums_in(self, step, part, count)
-        return run_step(self, run, step, part, self._sums.in_step, shares_of, sum_gradients, times, sums)
+        batch = self._batch_of_timed(step, timed)
+        return run_step(self, run, step, batch, self._sums.in_step, shares_of, sum_gradients, times, sums)
 
-    def _batch_of(self, leaf: Any) -> Any:
-        if not isinstance(leaf, handles.BatchHandle) or leaf.engine is not self:
-            return super()._batch_of(leaf)
-        return replicas.values_of_replicas([handles.without_optionals(leaf.content[1][0])], always_wrap=False)
+    def _batch_of_timed(self, step: Step, timed: step_times.Timed) -> Any:
+        if self._averaging:
+            return super()._batch_of_timed(step, timed)
+        return replicas.values_of_replicas([timed.given[0]], always_wrap=False)
 
     def explained(self, error: Exception) -> BaseException | None:
         """See `Closing.explained`; in place of TensorFlow's error that of the data, or of a sum in Python."""
@@ -440,7 +437,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             whole = self._averaging.distribute(mapped() if mapped else dataset, lambda: distributed)
         # If the length is not known, the workers agree on the end in each step.
         if self._knows_sizes and is_known and tf.executing_eagerly():
-            whole = self._in_fit(own, dataset.element_spec, lambda: distributed)
+            whole = self._in_fit(own, lambda: distributed)
         return self._warming.distribute(whole, [own]) if self._warming else whole
 
     def distribute_datasets_from_function(
