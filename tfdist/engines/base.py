@@ -49,8 +49,8 @@ class Engine(SavedState, abc.ABC):
     def _of_loops(self) -> Traces:
         return Traces(most_kept=1)
 
-    def prepared(self, step: Step, handle: Any) -> Callable[[Any, Any], Any] | None:
-        """Traces a model's train step for the handles of a kind, if this engine runs Python in each step.
+    def prepared(self, step: Step, handle: Any) -> Callable[[Any, Any], Any]:
+        """Traces a model's train step for the handles of a kind; an engine without handles overrides `run` instead.
 
         Args:
           step: a model's `train_step`.
@@ -58,10 +58,9 @@ class Engine(SavedState, abc.ABC):
 
         Returns:
           What makes a step of the next batch and returns the logs, outside of graphs: a function of the pass and the
-          handle. None if `run` is to be called in Keras' own function, whose graph makes the step.
+          handle.
         """
-        del step, handle
-        return None
+        raise NotImplementedError
 
     def raised_in_step(self, error: Exception) -> BaseException | None:
         """Returns the Python exception of the last step, and forgets it, if TensorFlow raises another in its place.

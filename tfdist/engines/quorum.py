@@ -316,7 +316,7 @@ class PartIterator(handles.HandleIterator):
         self._left = left
         self.number = 0
         self.iterator = iterator
-        self._kind = handles.registry.kind(engine, element_spec)
+        self._kind = handles.kind_of(engine, element_spec)
 
     def next_handle(self) -> handles.BatchHandle | None:
         """See `HandleIterator`."""

@@ -25,6 +25,7 @@ reports the end of an epoch; that hook and `fit`'s list of callbacks report its 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,32 +148,36 @@ class WarmupEngine(Engine):
             self._record(update, size * count // num_parts)
         return of.handle(self, count, is_read=count > 1 or 0 in self._replicas)
 
-    def run(self, step: Step, handle: handles.BatchHandle) -> Any:
-        """Makes an update; in a graph, or eagerly.
-
-        Args:
-          step: a model's `train_step`.
-          handle: of a data set of this engine.
-
-        Returns:
-          What the step returns; zeros where the process waits.
-        """
-        (count, is_whole), content, total = handle.kind.form, handle.content, self._warmup.total_num_replicas
-        model = step.model
-
-        def alone(part: Any) -> Any:
-            with one_replica.alone(model, self._strategy):
-                return tf.nest.map_structure(tf.convert_to_tensor, step.function(handles.without_optionals(part)))
-
+    def prepared(self, step: Step, handle: handles.BatchHandle) -> Callable[[Any, Any], Any]:
+        """See `Engine.prepared`. A step returns zeros where the process waits."""
+        (count, _, _, is_whole), model = handle.kind.form, step.model
         if count == 1:
             check_model(self._strategy, model)
             build_optimizer(self._strategy, model)
-            if not content:
-                return one_replica.zeros_of(alone, handle.kind.element_spec[0])
-        parts = parts_of_replicas(content, is_whole, self._replicas, total)
+        if not handle.content:
+            alone = functools.partial(self._alone, step)
+            zeros = one_replica.zeros_of(alone, handle.kind.element_spec[0])
+            return lambda iterator, handle: zeros
+        spec, total = handle.content_spec, self._warmup.total_num_replicas
+
+        def update(*flat: tf.Tensor) -> Any:
+            content = tf.nest.pack_sequence_as(spec, flat, expand_composites=True)
+            return self._update(step, count, parts_of_replicas(content, is_whole, self._replicas, total))
+
+        if not model.run_eagerly:
+            specs = tf.nest.flatten(spec, expand_composites=True)
+            update = tf.function(update, specs, autograph=False, jit_compile=model.jit_compile)
+        return lambda iterator, handle: update(*handle.flat)
+
+    def _alone(self, step: Step, part: Any) -> Any:
+        with one_replica.alone(step.model, self._strategy):
+            return tf.nest.map_structure(tf.convert_to_tensor, step.function(handles.without_optionals(part)))
+
+    def _update(self, step: Step, count: int, parts: list[Any]) -> Any:
+        """Makes an update of so many replicas from the parts of this process, in a graph or eagerly."""
         if count == 1:
-            return alone(parts[0])
-        if count < total:
+            return self._alone(step, parts[0])
+        if count < self._warmup.total_num_replicas:
             # All processes must see from the shapes that replicas have different numbers of examples.
             pairs = zip(parts, self._replicas, strict=True)
             parts = [splitting.any_size(part) if number < count else splitting.empty(part) for part, number in pairs]
@@ -317,11 +322,35 @@ class WarmupIterator(handles.HandleIterator):
         self._ahead = []
         self.left -= self.left > 0
         # Each kind is looked up once in a pass: this is on the way of every step.
-        key = count, _is_to_be_read(content)
+        key = count, len(content), _is_to_be_read(content)
         if key not in self._kinds:
-            specs = [tf.type_spec_from_value(each) if key[1] else self.element_spec for each in content]
-            self._kinds[key] = handles.registry.kind(engine, self.element_spec, (count, self.dataset.is_whole), specs)
-        return self._kinds[key].handle(content)
+            self._kinds[key] = handles.kind_of(engine, self.element_spec, (*key, self.dataset.is_whole))
+        return WarmupHandle(self._kinds[key], self, content)
+
+
+class WarmupHandle(handles.BatchHandle):
+    """Handle of a batch in the phase.
+
+    Args:
+      kind: see `BatchHandle`.
+      of: see `BatchHandle`.
+      content: elements of the data, or iterators that the step reads; empty where the process waits.
+    """
+
+    def __init__(self, kind: handles.HandleKind, of: WarmupIterator, content: list[Any]) -> None:
+        super().__init__(kind, of)
+        self.content = content
+
+    @property
+    def content_spec(self) -> list[tf.TypeSpec]:
+        """The `tf.TypeSpec`s of the content."""
+        spec = self.kind.element_spec
+        return [tf.data.IteratorSpec(spec) if _is_to_be_read(self.content) else spec] * len(self.content)
+
+    @property
+    def flat(self) -> list[tf.Tensor]:
+        """The content as flat tensors."""
+        return [leaf for leaf in tf.nest.flatten(self.content, expand_composites=True) if leaf is not None]
 
 
 def parts_of_replicas(content: list[Any], is_whole: bool, replicas: Sequence[int], num_replicas: int) -> list[Any]:

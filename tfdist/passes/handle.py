@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle of a batch: what Keras carries from `next(iterator)` to `strategy.run`, under every engine.
+"""The handle of a batch: what Keras carries from `next(iterator)` to the step, where Python makes each step.
 
     DistributedDataset.__iter__        opens a pass; Keras gets its iterator
     next(iterator)  ->  BatchHandle    names the engine and the pass, and reads at most data
-    strategy.run(step, (handle,))  ->  handle.engine.run(step, handle): takes the batch, and makes the step
+    executions                         takes a handle, and has the engine make the step
 
-Engines that run Python in each step (parameter servers, threads, quorum) make it in plain Python: in `fit` within
-`executions`, in a user's loop within `run`. Their handles are plain objects, and no graph takes one (`check_eager`).
-The others leave the step in the graph of Keras' function, which takes handles with a content:
+Engines of parameter servers, of policies that decide about updates, and of warmup phases make each step in plain
+Python: in `fit` within `executions`, in a user's loop within `run`. A handle is a plain object, and no graph takes one
+(`check_eager`). Where the graph of Keras' own function makes the steps, `fit` reads with tf.data's own iterator
+(`step_times.timed`): on several workers without a policy, and where replicas train alone and average.
 
-| engine | content of a handle | left in the graph by `run` |
-|---|---|---|
-| averaging | the batch itself, from tf.data | the step of each replica; an average if one is due |
-| warmup | elements of the data, or iterators over them | the step of one replica, of several, or of none |
-| the strategy (multi-worker, no policy) | the worker's part, from tf.data | the step of its replica |
-
-Ownership. A `HandleKind` is the type of all handles that one trace serves. The registry of kinds keeps no engine alive:
-a strategy owns its engine, Keras owns the iterator, and a handle its pass. The pass owns the position in the data.
+Ownership. A `HandleKind` is the type of all handles that one trace serves. A strategy owns its engine, the engine its
+kinds, Keras the iterator, and a handle its pass. The pass owns the position in the data.
 
 The end of the data. An iterator ends where the number of batches is known, which all workers have compared. Where it
-is not known under a multi-worker policy, `run` raises `tf.errors.OutOfRangeError` on all workers for the same step,
+is not known under a multi-worker policy, the step raises `tf.errors.OutOfRangeError` on all workers for the same step,
 before any of its operations writes; Keras takes that for the end of the epoch. Of `steps_per_execution` steps those
 before it are made then, and are an execution (`executions`).
 """
@@ -28,17 +23,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.compat import patching
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import graphs, inputs, replicas
-from tfdist.passes import splitting
+
+_KINDS = "_tfdist_kinds"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,68 +41,27 @@ class HandleKind:
     """The type of the handles that one trace of a step serves.
 
     Attributes:
-      number: its place in the registry.
-      engine_of: returns the engine, or strategy, that makes the steps on the handles; None if it is gone.
+      engine_of: returns the engine that makes the steps on the handles; None if it is gone.
       element_spec: the structure of `tf.TypeSpec`s of a batch, or of the engine's own elements.
       form: for the engine, hashable: how it runs a step on such a batch.
-      content_spec: the structure of `tf.TypeSpec`s of a handle's content, if it has one.
     """
 
-    number: int
     engine_of: Callable[[], Any]
     element_spec: Any
     form: Any
-    content_spec: Any
-
-    @functools.cached_property
-    def spec(self) -> ContentHandleSpec:
-        """The type of the handles with a content, for `tf.function` and tf.data."""
-        return ContentHandleSpec(self.number)
-
-    def handle(self, content: Any) -> ContentHandle:
-        """A handle of this kind, with its content."""
-        flat = [leaf for leaf in tf.nest.flatten(content, expand_composites=True) if leaf is not None]
-        return ContentHandle(self, flat)
 
 
-class _Registry:
-    """All kinds of handles."""
+def kind_of(engine: Any, element_spec: Any, form: Hashable = ()) -> HandleKind:
+    """Returns the kind of these properties; the same object each time, so that a step is traced once.
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._kinds: dict[Hashable, HandleKind] = {}
-        self._by_number: dict[int, HandleKind] = {}
-        # Two threads may fit two models.
-        self._lock = threading.Lock()
-
-    def kind(self, engine: Any, element_spec: Any, form: Any = (), content_spec: Any = None) -> HandleKind:
-        """The kind of these properties; the same object each time, so that a step is traced once.
-
-        Args:
-          engine: runs steps on the handles; kept weakly.
-          element_spec: see `HandleKind`.
-          form: see `HandleKind`.
-          content_spec: see `HandleKind`.
-        """
-        engine_of = weakref.ref(engine)
-        key = engine_of, repr(element_spec), form, repr(content_spec)
-        with self._lock:
-            if key not in self._kinds:
-                self._forget_the_kinds_of_the_dead()
-                kind = HandleKind(next(self._numbers), engine_of, element_spec, form, content_spec)
-                self._kinds[key] = self._by_number[kind.number] = kind
-            return self._kinds[key]
-
-    def kind_of(self, number: int) -> HandleKind:
-        """The kind with this number."""
-        return self._by_number[number]
-
-    def _forget_the_kinds_of_the_dead(self) -> None:
-        for key in [key for key, kind in self._kinds.items() if kind.engine_of() is None]:
-            del self._by_number[self._kinds.pop(key).number]
-
-
-registry = _Registry()
+    Args:
+      engine: runs steps on the handles, and keeps the kind.
+      element_spec: see `HandleKind`.
+      form: see `HandleKind`.
+    """
+    kinds = patching.setdefault(engine, _KINDS, dict)
+    # Two threads may fit two models.
+    return kinds.setdefault((repr(element_spec), form), HandleKind(weakref.ref(engine), element_spec, form))
 
 
 class BatchHandle(tf.distribute.DistributedValues):
@@ -115,10 +69,10 @@ class BatchHandle(tf.distribute.DistributedValues):
 
     Args:
       kind: its type.
-      of: the pass that it is of, which it keeps alive; None for a handle with a content.
+      of: the pass that it is of, which it keeps alive.
     """
 
-    def __init__(self, kind: HandleKind, of: Any = None) -> None:
+    def __init__(self, kind: HandleKind, of: Any) -> None:
         self.kind = kind
         self.of = of
 
@@ -136,61 +90,6 @@ class BatchHandle(tf.distribute.DistributedValues):
             "Under policies a batch can't be unpacked outside of the replicas; give it whole to "
             "strategy.run(fn, args=(batch,)) and unpack it inside fn."
         )
-
-
-class ContentHandle(inputs.CompositeBatch, BatchHandle):
-    """Handle of a batch that has all of which a step is made, as tensors: a graph can take it.
-
-    Args:
-      kind: its type.
-      flat: its content, as flat tensors.
-    """
-
-    def __init__(self, kind: HandleKind, flat: Sequence[tf.Tensor]) -> None:
-        BatchHandle.__init__(self, kind)
-        self._flat = list(flat)
-
-    @property
-    def _type_spec(self) -> ContentHandleSpec:
-        return self.kind.spec
-
-    @property
-    def content(self) -> Any:
-        """The structure of tensors that the handle was made with."""
-        return tf.nest.pack_sequence_as(self.kind.content_spec, self._flat, expand_composites=True)
-
-
-class ContentHandleSpec(tf.TypeSpec):
-    """The type of a handle with a content, for `tf.function` and tf.data.
-
-    Args:
-      number: of the kind.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.kind = registry.kind_of(number)
-
-    @property
-    def value_type(self) -> type[ContentHandle]:
-        """See `tf.TypeSpec`."""
-        return ContentHandle
-
-    def to_tensors(self, value: ContentHandle) -> list[tf.Tensor]:
-        """See `tf.types.experimental.TraceType`: the inherited result, faster, because each step calls it."""
-        return list(value._flat)
-
-    def _serialize(self) -> tuple[int]:
-        return (self.kind.number,)
-
-    @property
-    def _component_specs(self) -> list[tf.TypeSpec]:
-        return tf.nest.flatten(self.kind.content_spec, expand_composites=True)
-
-    def _to_components(self, value: ContentHandle) -> list[tf.Tensor]:
-        return value._flat
-
-    def _from_components(self, components: Sequence[tf.Tensor]) -> ContentHandle:
-        return ContentHandle(self.kind, components)
 
 
 def check_eager(received: str) -> None:
@@ -255,25 +154,6 @@ class DistributedDataset(inputs.DistributedDatasetBase):
             return iter(self.whole)
         opened = self._engine.open(self, calls.iterating_fit())
         return iter(self.whole) if opened is None else opened
-
-
-def in_handles(engine: Any, dataset: tf.data.Dataset, form: Hashable = (), prefetched: int = 2) -> tf.data.Dataset:
-    """A data set of handles whose content is an element of `dataset`; Keras reads it in a graph, without Python.
-
-    Args:
-      engine: runs the steps on the handles.
-      dataset: yields what the engine makes a step of.
-      form: see `HandleKind`.
-      prefetched: number of handles that are made in advance.
-    """
-    is_tuple = isinstance(dataset.element_spec, tuple)
-    kind = registry.kind(engine, dataset.element_spec, form, dataset.element_spec)
-
-    def give(*element: Any) -> ContentHandle:
-        return kind.handle(element if is_tuple else element[0])
-
-    given = splitting.in_order(dataset.map(tf.autograph.experimental.do_not_convert(give)))
-    return given.prefetch(prefetched) if prefetched else given
 
 
 class CountedDataset(DistributedDataset):
@@ -369,22 +249,21 @@ def executions(
         logs: Any = None
         left = steps = model.steps_per_execution
         try:
-            while left > 0 and not iterator.is_ended:
-                # A step that runs eagerly takes its batch as one of a user's loop does.
-                handle = iterator.next_handle() if model.run_eagerly else iterator.take_handle(left)
-                if handle is None:
-                    iterator.is_ended = True
-                    break
-                make = prepared.get(handle.kind)
-                if make is None:
-                    make = prepared[handle.kind] = prepare(handle)
-                logs = make(iterator, handle)
-                left -= iterator.count
+            with graphs.told_in_brief():
+                while left > 0 and not iterator.is_ended:
+                    # A step that runs eagerly takes its batch as one of a user's loop does.
+                    handle = iterator.next_handle() if model.run_eagerly else iterator.take_handle(left)
+                    if handle is None:
+                        iterator.is_ended = True
+                        break
+                    make = prepared.get(handle.kind)
+                    if make is None:
+                        make = prepared[handle.kind] = prepare(handle)
+                    logs = make(iterator, handle)
+                    left -= iterator.count
         except tf.errors.OutOfRangeError:
             # Of data of unknown length; the last execution is of as many steps as there were data for.
             iterator.is_ended = True
-        except tf.errors.OpError as error:
-            raise graphs.brief(error) from None
         if left == steps:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return logs

@@ -103,7 +103,7 @@ class ReplicaDataset(handles.CountedDataset):
         splitting.check_batched(dataset.element_spec, num_parts)
         super().__init__(engine, dataset.prefetch(1), whole)
         self.num_parts = num_parts
-        self.kind = handles.registry.kind(engine, self.element_spec, (num_parts, self.is_whole))
+        self.kind = handles.kind_of(engine, self.element_spec, (num_parts, self.is_whole))
 
     @property
     def element_spec(self) -> Any:

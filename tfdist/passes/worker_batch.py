@@ -27,7 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfdist.passes.handle import BatchHandle, HandleKind, check_eager, registry
+from tfdist.passes import handle as handles
+from tfdist.passes.handle import BatchHandle, HandleKind, check_eager
 
 
 class BatchOfPass(Protocol):
@@ -206,7 +207,7 @@ def kind_of(engine: Any, element_spec: Any, marks_end: bool = False, has_totals:
 
 
 def _kind_of(engine: Any, element_spec: Any, layout: PartLayout) -> HandleKind:
-    return registry.kind(engine, element_spec, layout)
+    return handles.kind_of(engine, element_spec, layout)
 
 
 def flat_specs(spec: Any) -> list[tf.TensorSpec]:

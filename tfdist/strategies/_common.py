@@ -207,14 +207,14 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if kind != "train":
             return stock
         is_method = step.is_bound and step.kind == "train"
-        if not is_method and self._aggregation is None:
+        if not is_method and self._aggregation is None and self._warming is None:
             return stock
 
         def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
             self.distribution.check_open()
             if not is_method:
                 raise _refused(model.train_step)
-            return handle.engine.prepared(step, handle) or (lambda iterator, handle: stock([handle]))
+            return handle.engine.prepared(step, handle)
 
         return handles.executions(model, stock, prepare)
 

@@ -71,10 +71,6 @@ class DistributedDatasetBase(input_lib.DistributedDataset):
         return getattr(self.whole, name)
 
 
-# A subclass has a property `_type_spec`.
-CompositeBatch = tf.__internal__.CompositeTensor
-
-
 def assume_full_batches(distributed: Any) -> None:
     """Says that each batch has a part for every replica of every worker: TensorFlow would ask, for each batch."""
     distributed._enable_get_next_as_optional = False
