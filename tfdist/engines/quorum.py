@@ -311,7 +311,6 @@ class PartIterator(handles.HandleIterator):
     """
 
     def __init__(self, engine: Any, numbers: Iterator[int], iterator: Any, element_spec: Any, left: int) -> None:
-        super().__init__()
         self._numbers = numbers
         self._left = left
         self.number = 0

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras import calls, placement
+from tfdist.compat.keras import placement
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.coordination import delay_hook, stalls
@@ -113,7 +113,8 @@ class ThreadedEngine(Engine):
 
     def open(self, dataset: replica_batches.ReplicaDataset, fit: Call | None) -> ReplicaIterator | None:
         """Opens a pass over a data set, for `fit` and loops of the user's own."""
-        return dataset.iterate() if fit is not None or calls.current() is None else None
+        del fit
+        return None if dataset.is_left_to_stock else dataset.iterate()
 
     def prepared(self, step: Step, handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
         """See `Engine.prepared`.
@@ -130,10 +131,6 @@ class ThreadedEngine(Engine):
     def batch(self, handle: BatchHandle) -> Any:
         """Returns the batch of a handle, as distributed values."""
         return replica_batches.distributed(handle)
-
-    def example(self, handle: BatchHandle) -> Any:
-        """Returns a replica's part of the batch, or a part with the same spec."""
-        return handle.of.example()
 
     def close(self) -> None:
         """Ends the threads; may be called again."""

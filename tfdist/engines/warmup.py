@@ -269,7 +269,6 @@ class WarmupIterator(handles.HandleIterator):
     """
 
     def __init__(self, dataset: WarmupDataset, begin_update: Callable[[WarmupIterator], Any]) -> None:
-        super().__init__()
         self.dataset = dataset
         self.element_spec = dataset.datasets[0].element_spec
         self._begin_update = begin_update

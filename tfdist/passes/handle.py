@@ -135,6 +135,11 @@ class DistributedDataset(inputs.DistributedDatasetBase):
         return self._make_whole()
 
     @property
+    def in_graphs(self) -> Any:
+        """What a graph reads in its place."""
+        return self.whole
+
+    @property
     def element_spec(self) -> Any:
         """The structure of `tf.TypeSpec`s of a batch."""
         return self.whole.element_spec
@@ -151,7 +156,7 @@ class DistributedDataset(inputs.DistributedDatasetBase):
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
-            return iter(self.whole)
+            return iter(self.in_graphs)
         opened = self._engine.open(self, calls.iterating_fit())
         return iter(self.whole) if opened is None else opened
 
@@ -187,32 +192,24 @@ class HandleIterator:
     """One pass over a `DistributedDataset`.
 
     It is no `tf.distribute.DistributedIterator`: Keras would pass the whole iterator into a `tf.function` instead of
-    taking one batch at a time. It ends with `StopIteration`, or with `tf.errors.OutOfRangeError` where no handle was
-    given since `iter(self)`: Keras zips over it `steps_per_execution` at a time, and tells the two apart.
+    taking one batch at a time.
 
     Attributes:
       is_ended: True once the data have ended.
       count: how many batches the last handle stands for.
     """
 
+    is_ended = False
     count = 1
 
-    def __init__(self) -> None:
-        self.is_ended = False
-        self._given_in_execution = 0
-
     def __iter__(self) -> HandleIterator:
-        self._given_in_execution = 0
         return self
 
     def __next__(self) -> BatchHandle:
         handle = None if self.is_ended else self.next_handle()
         if handle is None:
             self.is_ended = True
-            if self._given_in_execution:
-                raise StopIteration
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        self._given_in_execution += 1
+            raise StopIteration
         return handle
 
     def next_handle(self) -> BatchHandle | None:
@@ -225,8 +222,10 @@ class HandleIterator:
         return self.next_handle()
 
     def get_next(self) -> BatchHandle:
-        """The same as `next(self)`."""
-        return next(self)
+        """The same as `next(self)`, which raises `tf.errors.OutOfRangeError` at the end of the data."""
+        for handle in self:
+            return handle
+        raise tf.errors.OutOfRangeError(None, None, "End of sequence")
 
 
 def executions(

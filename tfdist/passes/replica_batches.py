@@ -116,12 +116,15 @@ class ReplicaDataset(handles.CountedDataset):
         return splitting.part_spec(self.element_spec, self.num_parts) if self.is_whole else self.element_spec
 
     @property
-    def _type_spec(self) -> Any:
+    def in_graphs(self) -> Any:
+        """See `DistributedDataset.in_graphs`."""
         return handles.refuse_graph()
 
-    def __iter__(self) -> Any:
-        handles.check_eager("a data set")
-        return super().__iter__()
+    @property
+    def is_left_to_stock(self) -> bool:
+        """True in a call that reads the data set `whole`: of another method than `fit`."""
+        call = calls.current()
+        return call is not None and not call.trains
 
     def iterate(self) -> ReplicaIterator:
         """Opens a pass over the data.
@@ -161,8 +164,7 @@ class ReplicaDatasetFromFunction(ReplicaDataset):
     @property
     def cardinality(self) -> int:
         """See `DistributedDataset.cardinality`: of what the call that asks reads."""
-        call = calls.current()
-        if call is not None and not call.trains:
+        if self.is_left_to_stock:
             return int(self.whole.cardinality)
         return int(tf.data.Dataset.zip(tuple(self.datasets)).cardinality())
 
@@ -184,7 +186,6 @@ class ReplicaIterator(handles.HandleIterator):
     """One pass over a `ReplicaDataset`, or the rest of one that a source was opened for."""
 
     def __init__(self, dataset: ReplicaDataset, source: Iterator[Any]) -> None:
-        super().__init__()
         self._dataset = dataset
         self._source = source
         self._waiting: collections.deque[Any] = collections.deque()
@@ -213,11 +214,6 @@ class ReplicaIterator(handles.HandleIterator):
         except Exception as error:
             self._ahead = error
 
-    def example(self) -> Any:
-        """A replica's part of the batch that is taken next: the last, which is not empty with one example."""
-        num_parts = self._dataset.num_parts
-        return splitting.cut(self._waiting[0], num_parts - 1, num_parts)
-
     def take(self) -> WholeBatch | OwnParts:
         """Takes the batch of the handle that was given first."""
         return WholeBatch(self._waiting.popleft(), self._dataset.num_parts)
@@ -231,19 +227,7 @@ class _OwnIterator(ReplicaIterator):
         super().__init__(dataset, itertools.repeat(True, count) if count >= 0 else itertools.repeat(True))
         self._own = own
 
-    def example(self) -> Any:
-        """See `ReplicaIterator.example`. Zeros where they will do, so that no replica waits for a slow pipeline."""
-        spec = self._dataset.element_spec
-        if all(_has_only_its_size_open(leaf) for leaf in tf.nest.flatten(spec)):
-            return tf.nest.map_structure(lambda leaf: tf.zeros([1, *leaf.shape[1:]], leaf.dtype), spec)
-        return next(iter(self._dataset.own))
-
     def take(self) -> WholeBatch | OwnParts:
         """Takes the batch of the handle that was given first."""
         self._waiting.popleft()
         return OwnParts(self._own)
-
-
-def _has_only_its_size_open(spec: Any) -> bool:
-    is_number = isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string
-    return is_number and spec.shape.rank is not None and spec.shape[1:].is_fully_defined()

@@ -374,7 +374,7 @@ def timed(dataset: tf.data.Dataset) -> tf.data.Dataset:
     # The data sets of a zip are read in their order.
     called = inputs.mapped_inline(tf.data.Dataset.from_tensors(0).repeat(), lambda _: tf.timestamp())
     found = inputs.mapped_inline(
-        tf.data.Dataset.zip(called, dataset.prefetch(2)), lambda *each: Timed(*each, tf.timestamp())
+        tf.data.Dataset.zip(called, dataset.prefetch(2)), lambda called, given: Timed(called, given, tf.timestamp())
     )
     options = tf.data.Options()
     options.deterministic = True

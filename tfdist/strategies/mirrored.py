@@ -19,7 +19,6 @@ from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.passes import progress, splitting
-from tfdist.passes.handle import BatchHandle
 from tfdist.passes.replica_batches import ReplicaDataset, ReplicaDatasetFromFunction
 from tfdist.policies import composition
 from tfdist.policies.base import Policy
@@ -199,12 +198,6 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             return self._warming.distribute(whole, whole.datasets)
         groups = splitting.groups_of(dataset_fn(tf.distribute.InputContext(1, 0, count)), count)
         return self._warming.distribute(whole, [groups])
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """See the stock method. Of a handle: what one replica's part of the batch looks like."""
-        if isinstance(value, BatchHandle):
-            return (value.engine.example(value),)
-        return super().experimental_local_results(value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the values of all replicas together along `axis`, as `tf.distribute.Strategy.gather` does."""

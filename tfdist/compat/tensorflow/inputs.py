@@ -56,14 +56,16 @@ NEEDS = (
 class DistributedDatasetBase(input_lib.DistributedDataset):
     """Base class of data sets, with no attribute of the private class's but those of the stock data set `whole`.
 
-    As an argument of a `tf.function` it is that stock data set: TensorFlow takes it apart by its private attributes.
+    As an argument of a `tf.function` it is the stock data set `in_graphs`: TensorFlow takes it apart by its private
+    attributes.
     """
 
     whole: Any
+    in_graphs: Any
 
     @property
     def _type_spec(self) -> Any:
-        return self.whole._type_spec
+        return self.in_graphs._type_spec
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") or name.startswith(("__", "_tfdist", "_make_whole")):
