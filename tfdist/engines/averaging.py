@@ -261,7 +261,7 @@ class _Settling(keras.callbacks.Callback):
 
 
 class Own(NamedTuple):
-    """What a worker's replicas read of data of its own, in place of a whole batch.
+    """Parts that the replicas of a worker read of data of its own, in place of a whole batch.
 
     Attributes:
       parts: one for each replica of this worker.

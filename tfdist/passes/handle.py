@@ -136,7 +136,7 @@ class DistributedDataset(inputs.DistributedDatasetBase):
 
     @property
     def in_graphs(self) -> Any:
-        """What a graph reads in its place."""
+        """The data set that a graph reads in its place."""
         return self.whole
 
     @property
