@@ -153,13 +153,15 @@ def build(text: str, flag: str, kind: str, known: Mapping[str, Callable[..., Any
         raise ValueError(f"{flag} names no {kind}; {hint} Received: {text!r}")
     found = known[name]
     builder = getattr(importlib.import_module(found), name) if isinstance(found, str) else found
+    signature = inspect.signature(builder)
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError:
+        taken = ", ".join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())
+        raise ValueError(f"{flag} must be {name}({taken}). Received: {text!r}") from None
     try:
         return builder(*arguments, **keywords)
-    except TypeError as error:
-        problem = " ".join(str(error).replace(f"{name}.__init__()", name).split())
-        taken = ", ".join(inspect.signature(builder).parameters) or "nothing"
-        raise ValueError(f"{flag}: {problem}; {name} takes {taken}. Received: {text!r}") from None
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(" ".join(f"{flag}={text}: {error}".split())) from None
 
 

@@ -15,10 +15,13 @@ from tfdist.launchers.ssh.launcher import Host
 
 def test_a_file(tmp_path):
     path = tmp_path / "hosts"
-    path.write_text("# the cluster\nnode1 slots=2\n\n  me@node2   # spare\nn3 address=10.0.0.3 slots=4\r\n")
+    path.write_text(
+        "# the cluster\nnode1 slots=2\n\n  me@node2   # spare\nn4:2 # as in --hosts\nn3 address=10.0.0.3 slots=4\r\n"
+    )
     assert ssh.read_hostfile(str(path)) == [
         Host("node1", 2, "node1"),
         Host("me@node2", 1, "node2"),
+        Host("n4", 2, "n4"),
         Host("n3", 4, "10.0.0.3"),
     ]
 

@@ -49,7 +49,11 @@ def test_a_plan_as_text(form, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"image": ""}, "--image is missing"),
+        (
+            {"image": ""},
+            "--image is no name of an image; write the one in which the script and tfdist are, such as me/t",
+        ),
+        ({"image": "a b"}, "--image is no name of an image"),
         ({"name": ""}, "--name makes hosts with names of"),
         ({"name": "Run_1"}, "--name is no name for Kubernetes; use a-z, 0-9 and dashes. Received: 'Run_1'"),
         ({"name": "1run"}, "--name is no name for Kubernetes"),
@@ -239,8 +243,11 @@ spec: {ttlSecondsAfterFinished: null, template: {spec: {tolerations: [{key: gpu}
     [
         ("kind: Pod", "--patch is for none of the objects; give kind, and name in metadata, of one of Secret run1, "),
         ("kind: Job\nmetadata: {name: other}", "--patch is for none of the objects"),
-        ("- a list", "--patch is for none of the objects"),
-        ("{", "--patch is no YAML: "),
+        ("- a list", "--patch needs an object with a kind, such as kind: Job, and what to change in it. Received: "),
+        ("# empty", "--patch needs an object with a kind"),
+        ("spec: 3", "--patch needs an object with a kind"),
+        ("kind: Job\nspec: 3", "--patch: Job.spec has fields; write these, or null to remove it. Received: 3"),
+        ("{", "--patch is no YAML (line 1: "),
     ],
 )
 def test_patch_for_no_object_is_one_line(tmp_path, text, words):

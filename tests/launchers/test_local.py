@@ -8,11 +8,12 @@ import pty
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import psutil
 import pytest
 
-from tfdist import cluster
+from tfdist import _sockets, cluster
 from tfdist.launchers import local, requests
 from tfdist.launchers.supervise import attempts
 
@@ -75,6 +76,13 @@ PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
 def test_a_plan_as_text():
     job = local.LocalJob(("train.py", "--name=two words"), num_workers=2, num_ps=1)
     assert str(local.plan(job, range(1001, 1006), python="python3")) == GOLDEN
+
+
+def test_a_plan_checks_each_address_once(monkeypatch):
+    checked = mock.Mock(wraps=_sockets.address_problem)
+    monkeypatch.setattr(_sockets, "address_problem", checked)
+    assert len(local.plan(local.LocalJob(("train.py",), 100), range(1001, 1101)).tasks) == 100
+    assert checked.call_count == 100
 
 
 def test_the_text_of_a_plan_runs_in_a_shell(script):

@@ -10,7 +10,7 @@ import sys
 import fake_slurm
 import pytest
 
-from tfdist.launchers import command_line, requests
+from tfdist.launchers import command_line, requests, tpu
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm import launcher as slurm
 
@@ -310,10 +310,16 @@ def test_without_slurm_it_says_where_to_go(monkeypatch):
         slurm.submit(slurm.SlurmRequest("#!/bin/bash\n"))
 
 
-def test_a_dry_run_is_the_script(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_is_the_script_unless_a_folder_is_absent(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "train.py").touch()
+    for main, arguments in (
+        (slurm.main, ["--directory=absent"]),
+        (tpu.main, ["--accelerator_type=v4-8", "--zone=a", "--copy=absent"]),
+    ):
+        with pytest.raises(requests.LaunchError, match=r"^--(directory|copy) does not exist; name .* 'absent'$"):
+            main(["--dry_run", *arguments, "train.py"])
     assert slurm.main(["--dry_run", "--num_workers=3", "train.py", "--x"]) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --ntasks=3\n" in text and "cpus-per-task" not in text  # There is no Slurm to ask.
@@ -375,7 +381,8 @@ def test_cpus_are_left_to_slurm_where_it_gives_less(option, variable, words, tmp
         ("--sbatch=--output=logs/b/%j.out", "logs/b", ""),
         ("--output=%j/out", "", "--output has a folder with a %, and Slurm creates none"),
         ("--output=file/out", "", "--output has a folder that can't be created: File exists"),
-        ("--directory=absent", "", "--directory does not exist; name one that all hosts share. Received: 'absent'"),
+        ("--task_logs=logs/c/%j", "logs/c", ""),
+        ("--task_logs=file/a/%j", "", "--task_logs has a folder that can't be created: Not a directory"),
     ],
 )
 def test_folder_of_output_is_made_or_refused(output, made, words, tmp_path, monkeypatch, capsys):
@@ -384,7 +391,7 @@ def test_folder_of_output_is_made_or_refused(output, made, words, tmp_path, monk
     job = slurm.job_from_flags(command_line.parse(slurm.define_flags, [output])[0], ["train.py"])
     if words:
         with pytest.raises(requests.LaunchError, match=re.escape(words)):
-            slurm.make_output_folder(job)
+            slurm.make_output_folders(job)
     else:
-        slurm.make_output_folder(job)
+        slurm.make_output_folders(job)
         assert (tmp_path / made).is_dir()

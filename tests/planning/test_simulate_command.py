@@ -83,7 +83,7 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
         (["--workers=0"], "--workers must be an integer of at least 1. Received: workers=0"),
         (["--workers=many"], "--workers must be an integer, such as --workers=1. Received: --workers=many"),
         (["--compute=pareto(mean=1, a=1)"], "--compute=pareto(mean=1, a=1): pareto(a=...): there is a mean only"),
-        (["--compute=lognormal"], "--compute: lognormal() missing 2 required"),
+        (["--compute=lognormal"], "--compute must be lognormal(mean, s). Received: 'lognormal'"),
         (["--policies=Backup(1)"], "--policies names no policy; did you mean BackupWorkers?"),
         (["--sparse_table=many"], "--sparse_table: write it like 2000x256B. Received: 'many'"),
         ([], "no step time is known; give --compute a distribution, such as constant(secs=0.1)"),
@@ -92,7 +92,7 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
             "policies: SoftSync(updates=1) does ",
         ),
         (["--codec=0.5"], "--codec is no codec with plain arguments; write it as --codec='Codec"),
-        (["--codec=CodecModel(speed=3)"], "--codec: CodecModel got an unexpected keyword argument"),
+        (["--codec=CodecModel(speed=3)"], "--codec must be CodecModel(ratio"),
         (
             ["--codec=CodecModel(ratio=-1)"],
             "--codec=CodecModel(ratio=-1): CodecModel(ratio=...) must be a number above",
@@ -112,13 +112,20 @@ def test_the_update_log_has_each_gradient_and_loss(tmp_path: pathlib.Path):
             "--compute is the time of a step already; leave --step_secs",
         ),
         (["--step_secs=1s", "--log_dir=/dev/null/a"], "--log_dir has a folder that can't be created: Not"),
+        (["--workers=0", "--json=new/a.json", "--log_dir=new"], "--workers must be an integer of at least 1"),
         (["--step_secs=1s", "--json=/"], "--json: the file can't be written (Is a directory)"),
     ],
 )
 def test_invalid_values_are_one_line_and_code_2(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["simulate", *arguments]) == 2
+    assert list(tmp_path.iterdir()) == []
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith(f"tfdist: {line}")

@@ -32,23 +32,28 @@ COMMANDS = {
     "watch": "tfdist.watching.watch",
 }
 # Names of one flag in several commands, ours first, then those of torchrun, horovodrun, accelerate, mpirun and Slurm.
+# Names in different parts, divided by "|", count or name different things: then the value must not be copied.
 _SYNONYMS = (
-    "tasks_per_node ntasks_per_node nproc_per_node",
-    "num_workers workers replicas num_processes nproc_per_node num_proc nproc nprocs np n",
-    "num_workers workers ntasks num_tasks world_size nnodes nodes num_machines N",
+    "tasks_per_node ntasks_per_node nproc_per_node npernode ppn slots_per_host",
+    "num_workers workers replicas num_processes nproc_per_node num_proc nproc nprocs np n completions parallelism",
+    "num_workers workers ntasks num_tasks world_size | nnodes nodes num_machines N",
     "num_ps ps servers num_servers parameter_servers",
     "hosts host H machines",
     "hostfile machinefile",
-    "gpus_per_worker gpus_per_task gpus num_gpus gpus_per_node",
-    "gpus_per_node gpus_per_worker",
+    "gpus_per_worker gpus_per_task gpu | gpus_per_node | gpus num_gpus G multi_gpu use_gpu cuda",
     "env x genv env_vars",
     "help helpfull helpshort",
     "image container_image docker_image",
     "min_workers min_np",
-    "max_restarts restarts restart retries",
-    "task_logs log_dir logdir redirects",
-    "directory working_dir chdir workdir cwd D",
-    "secs steps num_steps seconds",
+    "max_restarts restarts restart retries reset_limit backoff_limit",
+    "task_logs log_dir logdir redirects r output_filename",
+    "directory working_dir chdir workdir wdir cwd D",
+    "quiet_workers quiet q silent local_ranks_filter",
+    "tf_log_level | log_level verbose v debug",
+    "telemetry | timeline_filename timeline",
+    "pre_kill_secs | signal",
+    "refresh_secs interval n",
+    "secs seconds | steps num_steps",
     "partition p",  # Short options of sbatch.
     "account A",
     "qos q",
@@ -57,17 +62,26 @@ _SYNONYMS = (
     "output o",
     "name job_name J",
     "cpus_per_task c",
+    "strategy placement_strategy",
 )
-# Names that count something else than the flag that is meant, so that the number must not be copied.
-_OTHER_UNIT = re.compile(r"nnodes|nodes|num_machines|N|gpus|num_gpus|gpus_per_node|gpus_per_worker|(num_)?steps")
-# Flags that hand on what has no flag: names that are surely meant for it, and how it is written.
+# Flags that take what has no flag: names that are surely meant for it, and the value of the flag.
 _HANDING_ON = (
-    ("resources_per_worker", r"(num_)?gpus(_per_\w+)?", """'{{"GPU": {number}}}'"""),
-    ("resources_per_worker", r"(num_)?cpus(_per_\w+)?", """'{{"CPU": {number}}}'"""),
+    ("gpus_per_worker", "cpu|use_cpu|no_cuda", "0"),
+    ("resources_per_worker", r"(num_|use_)?gpus?(_per_\w+)?", """'{{"GPU": {number}}}'"""),
+    ("resources_per_worker", r"(num_)?cpus?(_per_\w+)?", """'{{"CPU": {number}}}'"""),
+    ("resources_per_worker", "mem(ory)?", """'{{"CPU": 1, "memory": 4e9}}'"""),
+    ("resources_per_worker", r"(\w+_)?resources(_per_task)?", """'{{"CPU": 1, "GPU": 1}}'"""),
     ("runtime_env", r"conda|working_dir", """'{{"{name}": "{value}"}}'"""),
     ("runtime_env", r"pip|py_modules", """'{{"{name}": ["{value}"]}}'"""),
-    ("srun", r"container\w*|mpi|(cpu|mem)_bind", "{option}"),  # Containers are of its plugin pyxis.
-    ("sbatch", r"gres|exclusive|exclude|nodelist|reservation|dependency|mem_per_\w+|mail_\w+", "{option}"),
+    # Containers are of srun's plugin pyxis.
+    ("srun", r"container\w*|mpi|(cpu|mem|accel)_bind|pty|label|[luKEX]|unbuffered|kill_on_bad_exit", "{option}"),
+    ("srun", r"multi_prog|preserve_env|overlap|compress|bcast|(task_)?(pro|epi)log|resv_ports|relative", "{option}"),
+    ("sbatch", r"gres|exclusive|exclude|x|nodelist|reservation|dependency|mem_per_\w+|mail_\w+", "{option}"),
+    ("ssh", "ssh_port", "-p{value}"),
+    ("ssh", "(ssh_)?identity(_file)?", "-i{value}"),
+    ("ssh", "ssh_(options?|args)", "{value}"),
+    ("communication", "mpi|mpi_args|mca", "mpi"),
+    ("communication", "gloo|tcp", "tensorflow"),
 )
 # Flags that hand on any other option: what of, its names, and how it is written.
 _HANDING_ON_ANY = {
@@ -76,8 +90,44 @@ _HANDING_ON_ANY = {
     "gcloud": ("an option of gcloud", ".+", "{option}"),
     "ssh": ("an option of ssh", ".", "{option}"),
 }
+_MEET = "leave it out, because tasks learn from the launcher where they meet"
+_UNUSED = "leave it out, because there is nothing to set"
+# What no flag is for: a flag by which the commands are known ("" for those that take a path), names, and the remedy.
+_NO_FLAG = (
+    ("", r"(log_?)?(dir(ectory)?|path|file)|logs?|profile|input", "write it without a name: {value}"),
+    ("help", "version|V", "tfdist --version prints it"),
+    ("patch", "context|kubeconfig|cluster|user|token|server|s|as", "KUBECONFIG or kubectl config use-context sets it"),
+    ("patch", "o|output|f|filename|overrides", "--dry_run prints the manifests, --patch=FILE changes them"),
+    ("patch", "rm|i|it|t|tty|stdin|attach|wait|w|watch|follow", "a line at submission has the commands of kubectl"),
+    ("gcloud", "worker|command|(num_)?workers|np?|nproc_per_node", "SCRIPT runs on the first host, --setup on all"),
+    ("runtime_env", r"submission_id|no_wait|entrypoint_\w+|metadata_json", "ray job submit has it, before: -- tfdist"),
+    ("sbatch", "array|a", "a job is one cluster; submit it several times"),
+    ("dry_run", r"rdzv_\w+|(master|main_process)_\w+|(node|machine)_rank|standalone|local_addr|nics", _MEET),
+    ("dry_run", "same_network|network_interfaces?", _MEET),
+    (
+        "dry_run",
+        r"\w+_timeout(_secs|_seconds)?",
+        "tasks wait for each other as start_timeout_secs of the strategy says",
+    ),
+    ("dry_run", "backend|nccl|communicator", "GPUs use NCCL by themselves; --communication is for CPUs"),
+    ("dry_run", "gpu_ids|devices|device_ids|visible_devices", "the variable CUDA_VISIBLE_DEVICES says which GPUs"),
+    ("dry_run", "mixed_precision|amp|fp16|bf16|downcast_bf16", "keras.mixed_precision in the script sets it"),
+    ("dry_run", r"dynamo_\w+|use_xla|xla", "model.compile(jit_compile=True) in the script sets it"),
+    (
+        "dry_run",
+        r"(use_)?(deepspeed|fsdp|megatron|parallelism)\w*|zero_\w+",
+        "tfdist has none; see devices_per_replica",
+    ),
+    ("dry_run", r"num_cpu_\w+|\w*threads|enable_cpu_affinity|bind_to", "tf.config.threading in the script sets it"),
+    ("dry_run", "config(_file)?", "write --flagfile=FILE, with a flag on each line"),
+    ("dry_run", "m|module|no_python", "write -m MODULE in place of the script"),
+    ("dry_run", "check(_build)?|diagnose", "tfdist doctor looks for what is wrong"),
+    ("dry_run", r"max_np|max_workers|host_discovery_script|blacklist_\w+", "workers and hosts are fixed at the start"),
+    ("dry_run", r"autotune\w*|fusion_\w+|cycle_time_ms|\w*_cache|cache_\w+|hierarchical_\w+|\w*stall_\w+", _UNUSED),
+    ("dry_run", r"oversubscribe|map_by|allow_\w+|report_bindings|tag_output|prefix_\w+|with(out)?_timestamp", _UNUSED),
+    ("dry_run", r"monitor_interval|start_method|role|run_path|event_\w+|logs_specs|numa_\w+|main_\w+", _UNUSED),
+)
 _LEAST_LIKENESS = 0.88
-_RENDEZVOUS = re.compile(r"rdzv_\w+|master_\w+|main_process_\w+|node_rank|machine_rank|standalone")
 
 
 class FlagError(flags.Error):
@@ -160,36 +210,13 @@ def parse(
     Raises:
       FlagError: an unknown flag, or a value that can't be parsed.
     """
-    if "-m" in arguments and not is_anywhere:
-        before = list(arguments[: arguments.index("-m")])
-        values, script = _parse(define, before)
-        # After a script, or "--", this "-m" belongs to the script.
-        if not script and "--" not in before:
-            return values, list(arguments[len(before) :])
-    return _parse(define, arguments, is_anywhere)
-
-
-def _parse(
-    define: Callable[[flags.FlagValues], None], arguments: Sequence[str], is_anywhere: bool = False
-) -> tuple[flags.FlagValues, list[str]]:
     values = flags.FlagValues()
     values.set_gnu_getopt(is_anywhere)  # By default, absl also parses the arguments after the script's name.
     flags.DEFINE_boolean("help", False, "print this help", short_name="h", flag_values=values)
     define(values)
-    return values, _fill(values, arguments)
-
-
-def _fill(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
-    """Gives the flags their values, and returns the arguments that are no flags.
-
-    Dashes in the name of a flag are the same as underscores.
-
-    Raises:
-      FlagError: an unknown flag, or a value that can't be parsed.
-    """
     files: dict[str, str] = {}
     try:
-        return values(["tfdist", *_underscored(values, arguments, files)])[1:]
+        return values, values(["tfdist", *_underscored(values, arguments, files)])[1:]
     except flags.IllegalFlagValueError as error:
         raise FlagError(_illegal(str(error), values, files)) from None
     except flags.Error as error:
@@ -197,7 +224,7 @@ def _fill(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
 
 
 def _underscored(values: flags.FlagValues, arguments: Sequence[str], files: dict[str, str]) -> list[str]:
-    """Returns the arguments with flags as they are defined: --num-workers=2 is --num_workers=2.
+    """Returns the arguments with flags as they are defined, such as --num_workers=2 for --num-workers=2.
 
     Args:
       values: the flags.
@@ -212,28 +239,32 @@ def _underscored(values: flags.FlagValues, arguments: Sequence[str], files: dict
     rest = [(argument, "") for argument in arguments]
     while rest:
         (argument, file), *rest = rest
+        where = f" in {file}" if file else ""
+        if file and not argument.startswith("-"):
+            form = "write flags only, such as --dry_run, and name the script on the command line"
+            raise FlagError(f"there is no flag{where}; {form}. Received: {argument!r}")
         if not argument.startswith("-") and values.is_gnu_getopt():
             found.append(argument)
             continue
-        if argument == "--" or not argument.startswith("-"):
-            return [*found, argument, *(each for each, _ in rest)]
+        if argument in ("--", "-m") or not argument.startswith("-"):
+            before = ["--"] * (argument == "-m")  # For absl, which has no such flag.
+            return [*found, *before, argument, *(each for each, _ in rest)]
         name, equals, value = _name_in(values, argument)
-        where = f" in {file}" if file else ""
         following = rest[0][0] if rest else "-"
         has_following = not following.startswith("-") and not following.endswith(".py")
         if name is None:
             value = value if equals else following * has_following
             raise FlagError(_unknown(argument.partition("=")[0], value, where, values))
         if not equals and (name == "flagfile" or (name in values and not values[name].boolean)):
-            if not rest or following.endswith(".py") or _name_in(values, following)[0]:
+            if not rest or following.endswith(".py") or following == "-m" or _name_in(values, following)[0]:
                 raise FlagError(f"the flag {argument} has no value{where}; write {argument}=VALUE")
             equals, value, rest = "=", following, rest[1:]
         if name == "flagfile":
             if value in read:
                 raise FlagError(f"--flagfile={value} is read twice; name it once")
             read.append(value)
-            lines = map(str.strip, read_file("--flagfile", value).splitlines())
-            rest[:0] = [(line, value) for line in lines if line and not line.startswith(("#", "//"))]
+            lines = enumerate(map(str.strip, read_file("--flagfile", value).splitlines()), 1)
+            rest[:0] = [(each, f"{value}, line {n}") for n, each in lines if each and not each.startswith(("#", "//"))]
             continue
         found.append(f"--{name}{equals}{value}")
         files[found[-1]] = where
@@ -261,12 +292,13 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
     unknown, name = f"unknown flag {written}{where}", written.lstrip("-").replace("-", "_")
     if parts := re.fullmatch(r"([A-Za-z])(\d+)|(\w+) (.*)", name):  # -n2, or a line of a file without "=".
         name, value = filter(None, parts.groups())
-    if _RENDEZVOUS.fullmatch(name):
-        return f"{unknown}; leave it away, because tasks learn from the launcher where they meet"
     if name == "n" and "namespace" in values and not value.isdecimal():
         return f"{unknown}; did you mean --namespace{value and f'={value}'}, or --num_workers?"
     if meant := _meant(name, value, values):
         return f"{unknown}; did you mean {meant}?"
+    for flag, names, remedy in _NO_FLAG:
+        if (flag in values if flag else values.is_gnu_getopt()) and re.fullmatch(names, name):
+            return f"{unknown}; {remedy.format(value=value or 'PATH')}"
     is_launcher = "dry_run" in values
     if is_launcher and "python" not in values and name in ("env", "x", "genv", "python", "directory", "working_dir"):
         return f"{unknown}; tasks on this machine have the Python, directory and environment of this command"
@@ -304,28 +336,30 @@ def _meant(name: str, value: str, values: flags.FlagValues) -> str:
     for flag, names, form in _HANDING_ON:
         if flag in values and re.fullmatch(names, name):
             return f"--{flag}={_handed_on(form, name, value)}"
-    if not (flag := _counterpart(name, values)):
-        return ""
+    flag, is_same = _counterpart(name, values)
     # Tasks of each host, where there are several hosts, are not all workers.
-    is_other = _OTHER_UNIT.fullmatch(name) or (name == "nproc_per_node" and flag == "num_workers" and "port" in values)
-    if is_other or (values[flag].flag_type() == "int" and not value.isdecimal()):
+    is_same &= not (name == "nproc_per_node" and flag == "num_workers" and "port" in values)
+    if not is_same or values[flag].boolean or (values[flag].flag_type() == "int" and not value.isdecimal()):
         value = ""
-    return f"--{flag}{value and f'={value}'}"
+    return flag and f"--{flag}{value and f'={value}'}"
 
 
 def _handed_on(form: str, name: str, value: str) -> str:
     option = f"--{name.replace('_', '-')}{value and f'={value}'}" if len(name) > 1 else f"-{name}{value}"
-    return form.format(name=name, value=value, number=value or 1, option=option)
+    return form.format(name=name, value=value, number=value if value.isdecimal() else 1, option=option)
 
 
-def _counterpart(name: str, values: flags.FlagValues) -> str:
-    for group in map(str.split, _SYNONYMS):
-        if name in group and (known := next((each for each in group if each in values), "")):
-            return known
+def _counterpart(name: str, values: flags.FlagValues) -> tuple[str, bool]:
+    """Returns the flag that another name is for, and True if its value means the same; "" if there is none."""
+    for group in _SYNONYMS:
+        parts = {each: part for part, names in enumerate(group.split("|")) for each in names.split()}
+        if name in parts and (known := next((each for each in parts if each in values), "")):
+            return known, parts[name] == parts[known]
     names = [each for each in values if len(each) > 1]
     # "meet" for meet_secs, "policy" for policies.
     longer = [each for each in names if len(name) > 2 and _singular(each).startswith(_singular(name))]
-    return longer[0] if len(longer) == 1 else "".join(difflib.get_close_matches(name, names, 1, _LEAST_LIKENESS))
+    close = longer if len(longer) == 1 else difflib.get_close_matches(name, names, 1, _LEAST_LIKENESS)
+    return (close[0], True) if close else ("", False)
 
 
 def _singular(name: str) -> str:
@@ -344,6 +378,10 @@ def _illegal(text: str, values: flags.FlagValues, files: Mapping[str, str]) -> s
         return f"--{name} must be one of {', '.join(flag.parser.enum_values)}. {received}"
     if flag.boolean:
         return f"--{name} takes no value; write --{name}, or --no{name}. {received}"
+    if "sbatch" in values and name == "gpus_per_node" and (typed := re.fullmatch(r"\w+:(\d+)", value)):
+        return (
+            f"--{name} is a number; write --{name}={typed[1]} --sbatch=--gpus-per-node={value} for a type. {received}"
+        )
     kind = re.sub("^(?=number)", "a ", re.sub("^(?=integer)", "an ", flag.parser.syntactic_help))
     example = flag.default or max(1, getattr(flag.parser, "lower_bound", None) or 0)
     return f"--{name} must be {kind}, such as --{name}={example}. {received}"

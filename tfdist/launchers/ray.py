@@ -107,7 +107,8 @@ class RayJob:
     def bundles(self) -> list[dict[str, float]]:
         """Resources of each of the shape's tasks, without zeros."""
         worker = {name: value for name, value in self.resources_per_worker.items() if value}
-        return [worker if task in self.shape.computing else {"CPU": 1} for task in self.shape.tasks]
+        computing = set(self.shape.computing)
+        return [worker if task in computing else {"CPU": 1} for task in self.shape.tasks]
 
 
 def plan(job: RayJob, dropped: Collection[str] = ()) -> Request:
@@ -122,12 +123,12 @@ def plan(job: RayJob, dropped: Collection[str] = ()) -> Request:
     """
     left, whole = job.shape.without(dropped)
     stand_ins = [_stand_in(whole[member]) for member in left.members]
-    tasks = []
+    tasks, bundles = [], {task: str(bundle) for bundle, task in enumerate(job.shape.tasks)}
     for task in left.tasks:
         sent = {"TF_CONFIG": left.cluster(stand_ins, task).to_tf_config(), "TFDIST_LAUNCHER": "ray"}
         sent |= {"PYTHONUNBUFFERED": "1", **job.env}
         env = {SENT_PREFIX + name: value for name, value in sent.items()}
-        env[_BUNDLE_VARIABLE] = str(job.shape.tasks.index(whole[task]))
+        env[_BUNDLE_VARIABLE] = bundles[whole[task]]
         tasks.append(TaskRequest(str(task), env, ("python", *job.command)))
     return left.request(tasks, job.grace_secs, job.restarts)
 

@@ -54,6 +54,12 @@ def read_file(name: str, path: str, remedy: str = "name a file that exists") -> 
         raise LaunchError(f"{name} can't be read: {problem}; {remedy}. Received: {path!r}") from None
 
 
+def check_folder(name: str, folder: str, remedy: str) -> None:
+    """Raises LaunchError if a folder that the user names does not exist."""
+    if not pathlib.Path(folder).is_dir():
+        raise LaunchError(f"{name} does not exist; {remedy}. Received: {folder!r}")
+
+
 def make_folder(name: str, folder: pathlib.Path) -> None:
     """Creates a folder that the user names, with those above it.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Sequence
 
@@ -45,7 +46,7 @@ class Shape:
                 f"--nochief with --num_ps={self.num_ps}"
             )
 
-    @property
+    @functools.cached_property  # Of thousands of tasks, each of which needs it.
     def members(self) -> tuple[Task, ...]:
         """The tasks of the cluster, each of which needs an address: chief, workers, parameter servers."""
         sizes = {"chief": int(bool(self.chief)), "worker": self.num_workers, "ps": self.num_ps}
@@ -129,10 +130,7 @@ class Shape:
         Raises:
           ClusterError: an address is invalid, or occurs twice.
         """
-        jobs: dict[str, dict[int, str]] = {}
-        for member, address in zip(self.members, addresses, strict=True):
-            jobs.setdefault(member.type, {})[member.index] = address
-        return Cluster(jobs, task)
+        return _cluster(self, tuple(addresses)).with_task(task)
 
     def request(self, tasks: Sequence[TaskRequest], grace_secs: float, restarts: Restarts) -> Request:
         """Builds the request for these tasks, with their roles in this job."""
@@ -157,6 +155,14 @@ class Shape:
     def from_flags(values: flags.FlagValues) -> Shape:
         """Builds the shape from the flags of `define_flags`."""
         return Shape(values.num_workers, values.num_ps, values.chief, values.evaluator)
+
+
+@functools.lru_cache(1)  # A plan calls it for each of its tasks.
+def _cluster(shape: Shape, addresses: tuple[str, ...]) -> Cluster:
+    jobs: dict[str, dict[int, str]] = {}
+    for member, address in zip(shape.members, addresses, strict=True):
+        jobs.setdefault(member.type, {})[member.index] = address
+    return Cluster(jobs, shape.members[0])
 
 
 def define_flags(values: flags.FlagValues, num_workers: int | None = 2) -> None:

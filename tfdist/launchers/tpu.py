@@ -17,7 +17,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
-from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, check_folder
 from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
 
@@ -201,6 +201,8 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
             "--telemetry measures workers of tfdist's strategies, and TPUs have TensorFlow's, whose chips compute in "
             f"lockstep; use keras.callbacks.TensorBoard in the script. Received: --telemetry={values.telemetry}"
         )
+    if values.copy:
+        check_folder("--copy", values.copy, "name a directory of this machine")
     request = plan(_job_from_flags(values, command))
     return command_line.submit_or_show(values, request, lambda: submit(request, LogSettings()))
 

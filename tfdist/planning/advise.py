@@ -145,7 +145,7 @@ def _of_log(values: flags.FlagValues, path: pathlib.Path, given: Sequence[int]) 
     try:
         timeline = update_log.read_logs(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} has no update log: {' '.join(str(error).split())}") from None
+        raise ValueError(" ".join(str(error).split())) from None
     if too_many := [count for count in given if count > len(timeline.workers)]:
         raise ValueError(
             f"--workers: the run had {len(timeline.workers)} workers, and a log does not say what more would send; "

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import json
 import pathlib
@@ -138,17 +137,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
-    if values.json:
-        with contextlib.suppress(OSError):
-            pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
+    if values.json and pathlib.Path(values.json).parent.is_dir():
         _files.check_writable(values.json, "--json")
-    if values.log_dir:
-        make_folder("--log_dir", pathlib.Path(values.log_dir))
     try:
         _check_used(values)
         result = _simulate(values)
     except (ValueError, RuntimeError) as error:
         raise LaunchError(_with_flags(str(error), values)) from None
+    for flag, folder in (("--json", values.json and pathlib.Path(values.json).parent), ("--log_dir", values.log_dir)):
+        if folder:
+            make_folder(flag, pathlib.Path(folder))
     if values.strategy == "parameter_server" and values.servers is None:
         _log.say("simulated is ParameterServerStrategy with one parameter server; --servers and --strategy change it")
     sys.stdout.write(f"{result}\n")

@@ -38,6 +38,7 @@ it. tfdist has to be installed in the image.
 """
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?", re.ASCII)
+_IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.ASCII)
 _LABEL = 63
 
 
@@ -82,33 +83,48 @@ def read_patches(path: str) -> list[Any]:
       LaunchError: the file can't be read, or is no YAML.
     """
     try:
-        return [each for each in yaml.safe_load_all(read_file("--patch", path)) if each is not None]
+        found = [each for each in yaml.safe_load_all(read_file("--patch", path)) if each is not None]
     except yaml.YAMLError as error:
-        raise LaunchError(f"--patch is no YAML: {' '.join(str(error).split())}. Received: {path!r}") from None
+        mark, problem = (
+            getattr(error, "problem_mark", None),
+            getattr(error, "problem", None) or "it has other characters",
+        )
+        where = f"line {mark.line + 1}: {problem}" if mark else problem
+        raise LaunchError(f"--patch is no YAML ({where}); mend it. Received: {path!r}") from None
+    if wrong := [each for each in found or [None] if not isinstance(each, dict) or "kind" not in each]:
+        raise LaunchError(
+            f"--patch needs an object with a kind, such as kind: Job, and what to change in it. Received: {path!r} "
+            f"with {'nothing' if wrong[0] is None else json.dumps(wrong[0], default=str)[:60]}"
+        )
+    return found
 
 
 def _patched(objects: Sequence[dict[str, Any]], patch: Any) -> list[dict[str, Any]]:
     known = ", ".join(f"{each['kind']} {each['metadata']['name']}" for each in objects)
-    kind = patch.get("kind") if isinstance(patch, dict) else None
-    name = (patch.get("metadata") or {}).get("name") if kind else None
-    received = " ".join(map(str, filter(None, (kind, name)))) or "no kind"
+    kind, meta = patch["kind"], patch.get("metadata")
+    name = meta.get("name") if isinstance(meta, dict) else None
     is_meant = [each["kind"] == kind and name in (None, each["metadata"]["name"]) for each in objects]
     if not any(is_meant):
         raise LaunchError(
             f"--patch is for none of the objects; give kind, and name in metadata, of one of {known}. Received: "
-            f"{received}"
+            f"{' '.join(map(str, filter(None, (kind, name))))}"
         )
-    return [_merged(each, patch) if meant else each for each, meant in zip(objects, is_meant, strict=True)]
+    return [_merged(each, patch, str(kind)) if meant else each for each, meant in zip(objects, is_meant, strict=True)]
 
 
-def _merged(value: Any, patch: Any) -> Any:
+def _merged(value: Any, patch: Any, where: str) -> Any:
     """Merges as Kubernetes' strategic merge does: items of lists by their name, null removes."""
     if isinstance(value, dict) and isinstance(patch, dict):
-        found = {**value, **{key: _merged(value.get(key), each) for key, each in patch.items()}}
+        found = {**value, **{key: _merged(value.get(key), each, f"{where}.{key}") for key, each in patch.items()}}
         return {key: each for key, each in found.items() if each is not None}
     if isinstance(value, list) and isinstance(patch, list) and all("name" in each for each in (*value, *patch)):
         found = {each["name"]: each for each in value}
-        return list({**found, **{each["name"]: _merged(found.get(each["name"]), each) for each in patch}}.values())
+        return list(
+            {**found, **{each["name"]: _merged(found.get(each["name"]), each, where) for each in patch}}.values()
+        )
+    if isinstance(value, (dict, list)) and patch is not None and type(patch) is not type(value):
+        form = "fields" if isinstance(value, dict) else "a list"
+        raise LaunchError(f"--patch: {where} has {form}; write these, or null to remove it. Received: {patch!r}")
     return patch
 
 
@@ -118,8 +134,11 @@ def check_pods(pods: Pods) -> None:
     Raises:
       LaunchError: a value is out of range, or is an invalid name of an object or host.
     """
-    if not pods.image:
-        raise LaunchError("--image is missing; name the image in which the script and tfdist are. Received: nothing")
+    if not _IMAGE.fullmatch(pods.image):
+        raise LaunchError(
+            "--image is no name of an image; write the one in which the script and tfdist are, such as me/train:1. "
+            f"Received: {pods.image or 'nothing'}"
+        )
     for flag, name in (("name", pods.name), ("namespace", pods.namespace), *(("claim", c) for c in pods.claims)):
         if name and not _NAME.fullmatch(name):
             raise LaunchError(f"--{flag} is no name for Kubernetes; use a-z, 0-9 and dashes. Received: {name!r}")

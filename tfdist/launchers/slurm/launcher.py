@@ -24,7 +24,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, environment, shape, tools
-from tfdist.launchers.requests import LaunchError, check_command, make_folder, shell_code
+from tfdist.launchers.requests import LaunchError, check_command, check_folder, make_folder, shell_code
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT
@@ -243,14 +243,14 @@ exec {lines}
 """
 
 
-def make_output_folder(job: SlurmJob) -> None:
-    """Creates the folder of --output. Slurm creates none: the job would run, and lose all of its output.
+def make_output_folders(job: SlurmJob) -> None:
+    """Creates the folder of --output, and that in which --task_logs are made. Slurm creates none: output would be lost.
 
     Raises:
-      LaunchError: the folder can't be created, or its name depends on the job; or --directory does not exist.
+      LaunchError: a folder can't be created, or the one of --output depends on the job.
     """
-    if not pathlib.Path(job.directory).is_dir():
-        raise LaunchError(f"--directory does not exist; name one that all hosts share. Received: {job.directory!r}")
+    if job.task_logs and "%" not in (logs := str(pathlib.Path(job.directory, job.task_logs).parent)):
+        make_folder("--task_logs", pathlib.Path(logs))
     output = job.used("output")
     folder = pathlib.Path(job.directory, output).parent
     if "%" in str(folder):
@@ -402,13 +402,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
-    job = with_cpus(job_from_flags(values, command))
+    job = job_from_flags(values, command)
     slurm_job.check_limit(values.time, values.sbatch, os.environ, job.pre_kill_secs)
+    check_folder("--directory", job.directory, "name one that all hosts share")
     check_command(job.command)
+    job = with_cpus(job)
     request = plan(job)
 
     def start() -> int:
-        make_output_folder(job)
+        make_output_folders(job)
         return submit(request, job.used("output"))
 
     return command_line.submit_or_show(values, request, start)

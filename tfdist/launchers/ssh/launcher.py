@@ -145,11 +145,10 @@ def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
 def _visible_devices(job: SshJob) -> dict[Task, dict[str, str]]:
     if job.gpus_per_worker is None:
         return {}
-    used: dict[Host, int] = {}
-    found = {}
+    used, found, computing = dict[Host, int](), {}, set(job.shape.computing)
     for task, (host, _) in job.places.items():
         first = used.get(host, 0)
-        count = job.gpus_per_worker if task in job.shape.computing else 0
+        count = job.gpus_per_worker if task in computing else 0
         found[task] = {VISIBLE: ",".join(map(str, range(first, first + count)))}
         used[host] = first + count
     return found
@@ -282,7 +281,9 @@ def read_hostfile(path: str) -> list[Host]:
 
 def parse_hosts(text: str, name: str = "hostfile") -> list[Host]:
     """Parses the text of a file. See `read_hostfile`."""
-    lines = [(line.partition("#")[0].split(), line) for line in text.split("\n")]
+    # "a:2" is "a slots=2", as in --hosts.
+    read = [(re.sub(r"^(\s*[^\s:]+):(\d+)(?=\s|$)", r"\1 slots=\2", line), line) for line in text.split("\n")]
+    lines = [(words.partition("#")[0].split(), line) for words, line in read]
     entries = [(words, f"{name}, line {number}", line) for number, (words, line) in enumerate(lines, 1) if words]
     if not entries:
         raise LaunchError(f"{name} lists no host; {_EXAMPLE} on a line. Received: nothing")

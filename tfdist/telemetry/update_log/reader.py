@@ -160,7 +160,8 @@ def read_logs(directory: str | os.PathLike[str], job: str | None = None) -> Time
     reading = LogReader(directory).read()
     if not reading.timelines:
         reasons = "".join(f"; skipped {each.path}: {each.reason}" for each in reading.skipped[:3])
-        raise FileNotFoundError(f"there is no update log below {os.fspath(directory)!r}{reasons}")
+        remedy = "name the log_dir of tfdist.callbacks.Telemetry, or of --telemetry"
+        raise FileNotFoundError(f"there is no update log below {os.fspath(directory)!r}{reasons}; {remedy}")
     for timeline in reversed(reading.timelines):
         if job in (None, timeline.job):
             return timeline
