@@ -36,6 +36,7 @@ def run(script: str, directory: pathlib.Path) -> str:
         return program.output
 
 
+@pytest.mark.slow
 def test_parameter_server_first_and_what_was_only_built_before_it(tmp_path: pathlib.Path) -> None:
     """Also a strategy and a data set made before anything has joined a cluster."""
     script = """

@@ -118,6 +118,7 @@ def test_needs_are_modules_attributes_and_arguments(need: str, expected: bool):
     assert versions.has(need) is expected
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_version_without_an_imported_name_is_refused_with_that_line(tmp_path: pathlib.Path):
     script = """

@@ -16,11 +16,10 @@ class TestAggregated(Conformance):
     # sums changed on the servers, no part at all, whose example is whose.
     quick = frozenset(
         {
-            *(TRANSFORMS[1], "interrupted and resumed", "no batches"),
-            "order of the data and of a part for validation",
+            *(TRANSFORMS[1], "no batches", "order of the data and of a part for validation"),
         }
     )
-    # `aggregated_overlap_checks.py` has the calls that overlap; the others are about models.
+    # `test_overlapping_calls.py` has the calls that overlap; the others are about models.
     quick_tests = frozenset(
         {
             "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",

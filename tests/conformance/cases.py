@@ -618,11 +618,14 @@ IN_LOOPS = LOOPS | {name for name in CASES if name.startswith(("first call", "no
 # In no suite of `make test`: each is as another that is, but for a detail. `test_cases.py` holds the list.
 SLOW = {
     # `TestBackupWorkers` and `TestSpanningDevices` clip a sum and scale losses in a case of more.
-    *("global_clipnorm", "loss scale"),
+    *("global_clipnorm", "loss scale", "loss scale, accumulation"),
+    # "accumulation, clipnorm, ema" averages weights, and files of other rooms have sums, executions, and going on.
+    *("decay, ema", "sum loss", "steps_per_execution", "interrupted and resumed"),
+    *("compiled outside of the scope", "restored with its optimizer before it is built"),
     # "class weights" weighs examples, and data of unknown length come in executions of several steps.
     *("sample_weight", "unknown length"),
     # Others have parts without examples, and layers in loops.
-    *("NaN of zeros, sum loss", "recurrent, built from one example"),
+    *("NaN of zeros, sum loss", "recurrent, built from one example", "fewer examples than replicas, eagerly"),
     # Steps and losses of users' code, of which one of each kind is enough.
     *(
         "step of_keras",
@@ -632,19 +635,26 @@ SLOW = {
         "step that assigns",
         "functions around those of Keras",
     ),
-    *("own functions", "metrics of one number, one over"),
-    *("step mean_by_hand, fewer examples than replicas", "own compute_loss", "loss one number of a class"),
+    *("own functions", "own functions, step decorated", "metrics of one number, one over", "step sum_by_batch"),
+    *("step mean_by_hand, one over", "step mean_by_hand, fewer examples than replicas", "step tracked by other names"),
+    *("own compute_loss", "loss one number of a class", "loss beside one of Keras", "losses of layers alone"),
     *("loss one per example", "penalties, sum", "penalties, sum_over_batch_size", "loss one number, one over", "mask"),
     # First calls and loops, by the same ways to a batch and to an optimizer as others.
     *("first call, optimizer of its own", "first call, layer with Trainer", "first call, without a seed, drawn before"),
-    *("first call, no run", "no run, out of it, eager", "first call, seed generator"),
+    *("first call, no run", "no run, out of it, eager", "first call, seed generator", "first call, without a seed"),
+    "first call, seeds from outside",
     *(
         f"loop, {name}"
         for name in (
             *("batches_given_by_name", "seed_generators_made_outside_of_the_scope", "weights_set_within_the_loop"),
             *("train_step_of_keras_given_to_run", "saved_models", "models_exported"),
             *("data_set_as_an_argument", "two_optimizers_and_a_persistent_tape", "checkpoints"),
-            "train_function_of_keras",
+            *(
+                "train_function_of_keras",
+                "gradients_clipped_after_their_sum",
+                "models_saved",
+                "reduced_within_a_replica",
+            ),
         )
     ),
 }

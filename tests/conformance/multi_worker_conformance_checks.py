@@ -33,7 +33,6 @@ class TestMultiWorker(Workers):
     # `multi_worker_checks.py` has the callbacks that write.
     quick_tests = frozenset(
         {
-            "test_evaluate_and_predict_see_every_example_once",
             "test_exception_in_the_step_keeps_its_type",
             "test_replicas_without_examples_leave_no_trace",
         }
@@ -44,9 +43,7 @@ class TestMultiWorker(Workers):
             *("single batches", "parts of two sizes", "predictions of other dtypes"),
             *(
                 f"loop, {name}"
-                for name in (
-                    *("iterator_as_an_argument", "next_until_the_end", "data_sets_from_a_function", "models_saved"),
-                )
+                for name in (*("iterator_as_an_argument", "next_until_the_end", "data_sets_from_a_function"),)
             ),
         }
     )

@@ -41,14 +41,12 @@ class TestAsynchronous(Conformance):
     # Suites on devices have the other numbers, and `TestAggregated` what happens to parts of a batch.
     quick = frozenset(
         {
-            *("sparse", "restored with its optimizer before it is built", "metric that shows its variable"),
-            *("first call, without a seed", "loop, metrics_and_evaluation_within_the_loop"),
+            *("sparse", "metric that shows its variable", "loop, metrics_and_evaluation_within_the_loop"),
         }
     )
     # `parameter_server_*checks.py` count what is read, and have callbacks, errors and own steps.
     quick_tests = frozenset(
         {
-            "test_calls_within_callbacks_work",
             "test_exception_in_the_step_keeps_its_type",
             "test_steps_on_single_batches",
         }

@@ -22,10 +22,9 @@ class TestBackupWorkers(Conformance):
     # Batches are handles, which the thread of a device reads. `TestMirrored` has the others of each kind.
     quick = frozenset(
         {
-            *("accumulation, clipnorm, ema", "loss scale, accumulation", "embedding, places", "ragged"),
-            *("step mean_by_hand, one over", "step sum_by_batch", "step with slices"),
+            *("accumulation, clipnorm, ema", "embedding, places", "ragged", "step with slices"),
             # Logs of parts of different sizes.
-            *("dicts", "step tracked by other names"),
+            "dicts",
         }
     )
     # `TestAggregated` has others with the same policy, or a policy has no part in them.
@@ -44,7 +43,7 @@ class TestBackupWorkers(Conformance):
 
 
 class TestParameterAveraging(AveragingEveryStep):
-    quick = frozenset({"steps_per_execution", "sum loss, eagerly"})
+    quick = frozenset({"sum loss, eagerly"})
     quick_tests = frozenset()
 
     @pytest.fixture(scope="class")

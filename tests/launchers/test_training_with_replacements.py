@@ -54,6 +54,7 @@ print("iterations", int(model.optimizer.iterations), told.steps, flush=True)
 """
 
 
+@pytest.mark.slow  # `test_embedded.py` kills a worker, `test_replaced_workers.py` replaces one.
 def test_a_killed_worker_of_a_launched_job_joins_the_same_fit(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "train.py").write_text(TRAINING)

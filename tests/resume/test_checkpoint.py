@@ -200,7 +200,7 @@ time.sleep(600)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("machines", ["one", "two without locks"])
+@pytest.mark.parametrize("machines", ["one", pytest.param("two without locks", marks=pytest.mark.slow)])
 def test_a_directory_belongs_to_one_training_that_lives(
     tmp_path: pathlib.Path, machines: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -194,6 +194,7 @@ def test_the_end_of_an_early_stop_is_saved(tmp_path: pathlib.Path):
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000005"]
 
 
+@pytest.mark.slow
 def test_validation_and_its_metrics_stay_apart(tmp_path: pathlib.Path):
     history = _fit(_model(), "arrays", [], validation_data=(X, Y))
     with pytest.raises(CutOffError):
@@ -287,6 +288,7 @@ def test_it_wants_a_fit_that_is_running(tmp_path: pathlib.Path):
         resume.on_train_begin()
 
 
+@pytest.mark.slow
 def test_one_iterator_that_ends_with_the_epoch_is_gone_on_with(tmp_path: pathlib.Path):
     """Keras has made the next epoch's iterator by then."""
 

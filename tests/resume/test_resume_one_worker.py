@@ -73,6 +73,7 @@ def _script(text: str, **names: Any) -> str:
     return "".join(f"{name} = {value!r}\n" for name, value in given.items()) + TRAIN + textwrap.dedent(text)
 
 
+@pytest.mark.slow  # `test_resume_processes.py` goes on in mid-epoch.
 @pytest.mark.parametrize(
     "kinds",
     [

@@ -47,10 +47,9 @@ def _train(policies: list[Any], callbacks: list[Any]) -> tuple[list[np.ndarray],
     ("policies", "save_freq", "after"),
     [
         # What is saved is an average; so a checkpoint is not to come between two of them.
-        (_averaging(3, outer=_outer), 6, 21),
-        (lambda: [tfdist.Warmup(epochs=1)], 5, 8),
+        pytest.param(_averaging(3, outer=_outer), 6, 21, id="outer", marks=pytest.mark.slow),
+        pytest.param(lambda: [tfdist.Warmup(epochs=1)], 5, 8, id="epochs"),
     ],
-    ids=["outer", "epochs"],
 )
 def test_it_goes_on_as_if_nothing_had_happened(tmp_path: pathlib.Path, policies: Any, save_freq: Any, after: int):
     calm, history = _train(policies(), [tfdist.callbacks.Resume(tmp_path / "calm", save_freq)])

@@ -33,6 +33,7 @@ except RuntimeError as error:
 TRAIN_ON = "made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), steps_per_epoch=10**6, verbose=0)"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.Path) -> None:

@@ -208,6 +208,7 @@ def by_all_weights(model: Any) -> None:
         weight.assign(0.5 * tf.convert_to_tensor(weight))
 
 
+@pytest.mark.slow
 def test_weights_written_before_a_loop_have_gradients() -> None:
     trained(lambda: Recurrent(by_all_weights, nothing))
 

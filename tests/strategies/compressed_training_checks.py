@@ -184,6 +184,7 @@ def test_damaged_message_raises_and_names_sender(
         fit(model)
 
 
+@pytest.mark.slow  # `test_resume_processes.py` saves the state of a codec.
 def test_state_saved_and_restored_repeats_training(with_policies: Callable[..., Any]) -> None:
     strategy = with_policies(tfdist.BackupWorkers(spares=0), tfdist.Compression(TopK(0.1)))
     model = compiled(strategy)
@@ -250,6 +251,7 @@ def test_process_without_codecs_raises_an_error(cluster: Any) -> None:
         servers.call_function([tf.constant(on_servers.request("probe"))], [tf.uint8])
 
 
+@pytest.mark.slow
 def test_killed_worker_is_replaced_with_an_empty_state(with_policies: Callable[..., Any]) -> None:
     strategy = with_policies(tfdist.Compression(SignSGD()))
     model = compiled(strategy)

@@ -358,6 +358,7 @@ def test_files_under_paths_of_workers_own_are_there_on_each(
     assert sorted(path.name for path in own.iterdir()) == sorted([*saves, "1", "2"])
 
 
+@pytest.mark.slow
 def test_a_backup_on_the_chiefs_own_disk_is_read_for_all(strategy: Any, both: Both, tmp_path: pathlib.Path) -> None:
     own = tmp_path / f"disk-{index()}"
     backup = CALLBACKS.BackupAndRestore(own, delete_checkpoint=False)

@@ -24,6 +24,7 @@ from parameter_server_cluster import (
 # What the numbers are worth.
 
 
+@pytest.mark.slow  # `test_two_halves_are_the_plain_step` scales losses.
 def test_mixed_precision(strategy: Any) -> None:
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:

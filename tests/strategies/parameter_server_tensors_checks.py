@@ -50,6 +50,7 @@ def _is_on_server(operation: tf.Operation) -> bool:
     return operation.device.startswith("/job:ps") or operation.type == "ReadVariableOp"
 
 
+@pytest.mark.slow
 def test_as_many_tensors_travel_however_many_small_layers_there_are(strategy: Any) -> None:
     models = [_deep(strategy, num_layers) for num_layers in (3, 5)]
     for kind in ("train", "test"):

@@ -181,6 +181,7 @@ def test_model_of_a_private_class_leaves_no_name_scope_open(strategy: Any) -> No
     assert later.kernel.path == "later/kernel"
 
 
+@pytest.mark.slow
 def test_second_model_of_a_class_has_its_variables_made(strategy: Any) -> None:
     for _ in range(2):
         assert np.isfinite(fitted(strategy, Noisy, "mse")[0]["loss"]).all()

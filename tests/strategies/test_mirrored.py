@@ -49,6 +49,7 @@ def test_the_unannounced_end_of_the_data_is_no_step(strategy):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_loss_divided_by_weights_is_divided_within_replicas(strategy):
     found, expected = weighed_within_parts(strategy, strategy.num_replicas_in_sync)
     assert found == pytest.approx(expected)
@@ -100,6 +101,7 @@ def test_an_epoch_after_one_that_is_left_at_its_last_batch_has_all_data(strategy
     assert updates == [steps, 2 * steps, 3 * steps]
 
 
+@pytest.mark.slow
 def test_stateful_layer_keeps_a_state_for_each_example(strategy):
     def trained(strategy: Any, size: int) -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
@@ -135,6 +137,7 @@ def test_predictions_of_single_batch_may_have_more_rows(strategy):
     np.testing.assert_allclose(model.predict_on_batch(x), model.predict(x, verbose=0))
 
 
+@pytest.mark.slow
 def test_float16_skips_updates_that_are_not_finite_on_any_replica(strategy):
     keras.config.set_dtype_policy("mixed_float16")
     try:

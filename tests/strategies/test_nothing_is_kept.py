@@ -43,7 +43,7 @@ def _used(cpus: list[str], policies: list[Any], optimizer: keras.Optimizer) -> d
 @pytest.mark.parametrize(
     ("policies", "options"),
     [
-        pytest.param(list, {"clipnorm": 1.0}, id="no policy, clipping"),
+        pytest.param(list, {"clipnorm": 1.0}, id="no policy, clipping", marks=pytest.mark.slow),
         pytest.param(lambda: [tfdist.BackupWorkers(spares=1)], {}, id="backup workers"),
     ],
 )
@@ -59,6 +59,7 @@ def test_all_of_it_is_collected(cpus, policies, options):
     }
 
 
+@pytest.mark.slow
 def test_a_model_is_collected_before_its_strategy(cpus):
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.ParameterAveraging(every_steps=2)])
     with strategy.scope():

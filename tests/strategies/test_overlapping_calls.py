@@ -92,6 +92,7 @@ def test_calls_with_counts_of_the_same_model_are_refused():
     assert _steps(model) == 4 * STEPS
 
 
+@pytest.mark.slow
 def test_models_of_several_replicas_are_refused_in_two_threads():
     strategy = _strategy("none")
     model, other = _model(strategy), _model(strategy)

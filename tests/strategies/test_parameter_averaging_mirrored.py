@@ -173,6 +173,7 @@ class Looks(keras.callbacks.Callback):
         assert_alike(self.model)
 
 
+@pytest.mark.slow  # `test_parameter_averaging_workers.py` looks, too.
 def test_whoever_looks_sees_the_average(every_four, tmp_path: pathlib.Path):
     model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1))
     looks = Looks(tmp_path / "middle.weights.h5")

@@ -46,6 +46,7 @@ print("as one device", flush=True)
 """
 
 
+@pytest.mark.slow  # `test_server_parts.py` has the parts of an embedded cluster.
 @pytest.mark.timeout(200)
 def test_tasks_have_the_logical_cpus_of_their_script(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "train.py"

@@ -209,6 +209,7 @@ def test_tables_in_shards_are_put_together_or_refused(tmp_path: pathlib.Path, op
         assert program.wait(280) == 0, program.output
 
 
+@pytest.mark.slow  # `test_shard_rows.py` updates rows.
 @pytest.mark.parametrize("is_sharded", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shards", "whole"])
 def test_lazy_rows_update_the_rows_of_the_step(tmp_path: pathlib.Path, is_sharded: bool) -> None:
     with programs.running(MODEL + LAZY.replace("SHARDED", str(is_sharded)), tmp_path) as program:

@@ -196,6 +196,7 @@ def test_all_go_on_from_what_one_has_learned(cpus: Sequence[str], num_devices, p
     assert_copies_are_equal(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policies",
     [(), pytest.param((tfdist.BackupWorkers(spares=0),), marks=pytest.mark.slow)],

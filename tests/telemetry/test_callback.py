@@ -125,6 +125,7 @@ def test_without_policies_it_shows_speed_and_times(cpus: list[str], tmp_path: pa
     assert scalars(tmp_path / "known")["tfdist/speed/examples_per_sec"] == {31: 16.0, 40: 16.0}
 
 
+@pytest.mark.slow  # `test_a_fit_shows_its_speed_and_who_contributed` has points.
 @pytest.mark.devices
 @pytest.mark.parametrize(
     ("steps_per_execution", "accumulated"), [pytest.param(1, 2, marks=pytest.mark.slow), (4, None)]

@@ -85,7 +85,8 @@ POLICIES = {
 @pytest.mark.processes
 # An average's tags are those without a policy and its own.
 @pytest.mark.parametrize(
-    "policy", [pytest.param("none", marks=pytest.mark.slow), "BackupWorkers", "ParameterAveraging"]
+    "policy",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "BackupWorkers")), "ParameterAveraging"],
 )
 def test_multi_worker_writes_each_tag_and_the_kernels_bytes(policy: str, tmp_path: pathlib.Path) -> None:
     script = f"import sys; sys.path.insert(0, {str(process_cluster.ROOT / 'tests' / 'support')!r})" + TRAIN

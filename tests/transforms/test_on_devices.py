@@ -100,6 +100,7 @@ def test_the_scale_of_losses_falls_where_a_transform_removes_what_is_not_finite(
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_state_follows_a_change_of_replicas():
     model, strategy = fit([T.momentum_correction(0.5), T.skip_nonfinite("replica")])
     described, arrays = strategy.distribution.transforms.collect(model)
@@ -165,6 +166,7 @@ def test_local_momentum_is_that_of_sgd_where_replicas_have_equal_parts():
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_per_execution_and_eager_steps_transform_as_single_steps_do():
     expected, _ = fit([T.momentum_correction(0.5), T.add_noise(0.1)])
     for options in ({"steps": 4}, {"eager": True}):
