@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from tfdist.launchers import local
+from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.processes import PortReservation, Supervisor
 
 _SCRIPT = pathlib.Path(__file__).with_name("contender.py")
@@ -62,7 +63,7 @@ class Team:
         threading.Thread(target=self._accept, daemon=True).start()
         self._supervisor = Supervisor()
         self._connections: list[Connection] = []
-        self._ports = PortReservation(local.LocalJob(("",), num_workers, num_ps).num_ports if num_workers else 0)
+        self._ports = PortReservation(len(Shape(num_workers, num_ps).members) if num_workers else 0)
         self._expected = max(1, num_workers if not num_ps else 1)
         script = _SCRIPT if checkout is None else checkout.resolve() / "benchmarks" / _SCRIPT.name
         path = {"PYTHONPATH": str(script.parent.parent)}
@@ -171,7 +172,7 @@ def _tasks(
 ) -> list[tuple[str, tuple[str, ...], dict[str, str]]]:
     if not num_workers:
         return [("local", (sys.executable, *arguments), {})]
-    request = local.plan(local.LocalJob(arguments, num_workers, num_ps), ports)
+    request = local.plan(local.LocalJob(arguments, Shape(num_workers, num_ps)), ports)
     return [(task.name, tuple(task.command), dict(task.env)) for task in request.tasks]
 
 

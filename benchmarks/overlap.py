@@ -26,6 +26,7 @@ from absl import app, flags
 from sizes import SIZES
 
 from tfdist.launchers import local
+from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise.processes import PortReservation, Supervisor
 
 FLAGS = flags.FLAGS
@@ -99,7 +100,7 @@ def _run(worker: str) -> dict[str, Any]:
         arguments += [f"--rounds={FLAGS.rounds}", f"--steps={FLAGS.steps}"]
         outputs = [pathlib.Path(folder) / f"{index}.json" for index in range(_NUM_WORKERS)]
         started = []
-        request = local.plan(local.LocalJob(tuple(arguments), _NUM_WORKERS, 0), ports.ports)
+        request = local.plan(local.LocalJob(tuple(arguments), Shape(_NUM_WORKERS)), ports.ports)
         for task, output in zip(request.tasks, outputs, strict=True):
             environment = os.environ | dict(task.env) | {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
             started.append(supervisor.start(task.name, [*task.command, f"--output={output}"], environment))

@@ -85,12 +85,14 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         kind = values[name].flag_type()
         if len(name) == 1 or kind not in ("int", "float", "bool", "string enum"):
             continue
-        assert cli.main([*command, f"--{name}=two", "setup.py"]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert re.match(
-            rf"tfdist: --{name} (must be an? \S+.*, such as --{name}=\d|must be one of|takes no value;)", line
-        )
-        assert line.endswith(f"Received: --{name}=two (see tfdist {' '.join(command)} --help)")
+        # No number of a launcher is negative.
+        for value in ("two", *(["-1"] if command[0] == "launch" else [])):
+            assert cli.main([*command, f"--{name}={value}", "setup.py"]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert re.match(
+                rf"tfdist: --{name} (must be an? \S+.*, such as --{name}=\d|must be one of|takes no value;)", line
+            )
+            assert line.endswith(f"Received: --{name}={value} (see tfdist {' '.join(command)} --help)")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_wrong_flag_brings_the_one_that_does_what_was_meant(command, words, caps
         ),
         (
             "--num-workers=x",
-            "--num_workers must be an integer, such as --num_workers=2. Received: --num_workers=x in own",
+            "--num_workers must be a positive integer, such as --num_workers=2. Received: --num_workers=x in own",
         ),
         ("--task_logs", "the flag --task_logs has no value in own.flags, line 1; write --task_logs=VALUE"),
         (

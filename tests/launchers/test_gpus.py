@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tfdist.launchers import environment, local, requests
+from tfdist.launchers.shape import Shape
 
 SMI = """#!{python}
 import sys
@@ -81,8 +82,8 @@ def test_more_gpus_asked_than_there_are(devices, tasks, each, words):
 
 
 def visible(devices, **options):
-    job = local.LocalJob(("train.py",), **options)
-    request = local.plan(job, range(1, 1 + job.num_ports), devices=devices)
+    job = local.LocalJob(("train.py",), Shape(**options))
+    request = local.plan(job, range(1, 1 + len(job.shape.members)), devices=devices)
     return {task.name: task.env.get("CUDA_VISIBLE_DEVICES") for task in request.tasks}
 
 

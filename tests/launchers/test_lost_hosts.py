@@ -72,7 +72,7 @@ def attempt(monkeypatch, unreachable, **codes):
     monkeypatch.setattr(attempts, "CAUSE_SECS", 0.0)
     asked = []
     monkeypatch.setattr(attempts, "unreachable", lambda probes, _: asked.append(probes) or unreachable)
-    request = ssh.plan(ssh.SshJob(("train.py",), (Host("alpha", 1), Host("beta", 1)), Shape(2)))
+    request = ssh.plan(ssh.SshJob(("train.py",), Shape(2), hosts=(Host("alpha", 1), Host("beta", 1))))
     tasks = Tasks(**codes)
     outcome = attempts.Attempt(request, tasks, [], number=0, min_workers=2, logs=None).run()
     return outcome, tasks.lines, asked
@@ -127,7 +127,7 @@ def test_after_a_lost_host_tasks_there_have_time_to_end(monkeypatch):
 
 
 def test_far_tasks_end_before_the_launcher_gives_their_host_up():
-    command = ssh.plan(ssh.SshJob(("train.py",), (Host("alpha", 2),), Shape(2))).tasks[0].command
+    command = ssh.plan(ssh.SshJob(("train.py",), Shape(2), hosts=(Host("alpha", 2),))).tasks[0].command
     assert "tfdist.launchers.ssh.client" in command
     settings = {
         word.partition("=")[0].removeprefix("-o"): word.partition("=")[2]

@@ -10,7 +10,9 @@ from tfdist.launchers import command_line, ray
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
 
-JOB = ray.RayJob(("train.py", "--epochs=5"), Shape(2, 1), {"CPU": 2, "GPU": 1, "TPU": 0}, env={"A": "b"})
+JOB = ray.RayJob(
+    ("train.py", "--epochs=5"), Shape(2, 1), {"A": "b"}, resources_per_worker='{"CPU": 2, "GPU": 1, "TPU": 0}'
+)
 
 
 def test_plan_of_fewer_workers_keeps_their_bundles():
@@ -48,7 +50,7 @@ def test_missing_resources_are_named_with_free_ones(wanted, free, words):
         ({"resources_per_worker": "GPU"}, "--resources_per_worker is no JSON object, such as"),
         ({"resources_per_worker": {"CPU": 0}}, "--resources_per_worker must be numbers by name, not all 0"),
         ({"resources_per_worker": {"CPU": "2"}}, "--resources_per_worker must be numbers by name, not all 0, such as"),
-        ({"runtime_env": [1]}, "--runtime_env is no JSON object, such as {}. Received: 1"),
+        ({"runtime_env": [1]}, '--runtime_env is no JSON object, such as {"CPU": 1}. Received: 1'),
         ({"strategy": "WIDE"}, "--strategy must be one of PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
         ({"gpus_per_worker": 1}, "unknown flag --gpus_per_worker; did you mean --resources_per_worker='{\"GPU\": 1}'"),
         ({"num_workers": 2, "min_workers": 3}, "--min_workers is out of range"),

@@ -33,7 +33,7 @@ def test_a_failure_long_after_the_start_begins_a_new_row():
 
 
 def test_the_first_replacement_is_at_once_and_the_next_are_later_and_later():
-    replacements = Replacements(Restarts(max_worker_restarts=4, backoff_secs=2.0), Clock(100.0))
+    replacements = Replacements(Restarts(max_worker_restarts=4, restart_backoff_secs=2.0), Clock(100.0))
     found = [replacements.failed("a", ran_secs=1.0) for _ in range(5)]
     assert found == [(1, 0.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, None)]
     assert replacements.failed("a", ran_secs=30.0) == (1, 0.0), "it had come back"
@@ -133,8 +133,10 @@ def in_no_time(monkeypatch):
 
 def attempt(*endings, min_workers=2, **restarts):
     """Runs a job of a chief, two workers and a ps; gives the outcome and the supervisor."""
-    settings = Restarts(backoff_secs=0.0, max_worker_restarts=1, min_workers=min_workers, **restarts)
-    request = local.plan(local.LocalJob(("train.py",), num_ps=1, grace_secs=0.0, restarts=settings), range(1, 6))
+    settings = Restarts(restart_backoff_secs=0.0, max_worker_restarts=1, min_workers=min_workers, **restarts)
+    request = local.plan(
+        local.LocalJob(("train.py",), Shape(num_ps=1), grace_period_secs=0.0, restarts=settings), range(1, 6)
+    )
     supervisor = Scripted(*endings)
     outcome = attempts.Attempt(request, supervisor, [], number=0, min_workers=min_workers, logs=None).run()
     return outcome, supervisor
@@ -143,7 +145,7 @@ def attempt(*endings, min_workers=2, **restarts):
 def test_no_wait_for_the_others_is_negative(monkeypatch):
     """The time is over between the look at the clock and the wait."""
     waits, moments = [], itertools.count()
-    request = local.plan(local.LocalJob(("train.py",), num_ps=1, grace_secs=1.5), range(1, 6))
+    request = local.plan(local.LocalJob(("train.py",), Shape(num_ps=1), grace_period_secs=1.5), range(1, 6))
     supervisor = Scripted()
     supervisor.start("ps:0", (), {JOINED_VARIABLE: os.devnull})
     monkeypatch.setattr(supervisor, "wait_first_exit", waits.append)
@@ -273,8 +275,8 @@ def job_of(monkeypatch, outcomes, num_ps, **restarts):
             return outcomes.pop(0)
 
     monkeypatch.setattr(attempts, "Attempt", Scripted)
-    settings = Restarts(**{"backoff_secs": 0.0, "min_workers": 2, **restarts})
-    job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps, restarts=settings)
+    settings = Restarts(**{"restart_backoff_secs": 0.0, "min_workers": 2, **restarts})
+    job = local.LocalJob(("train.py",), Shape(3, num_ps), restarts=settings)
     planned = functools.partial(local.plan, job, range(1, 7))
     code = attempts.run_tasks(planned(), replan=lambda dropped: planned(dropped=dropped))
     return code, [[address.rpartition(":")[2] for address in crew] for crew in crews]
@@ -347,8 +349,8 @@ def clusters(request, prefix=""):
 @pytest.mark.parametrize("dropped", [set(), {"worker:0"}, {"worker:1"}, {"worker:0", "worker:2"}])
 @pytest.mark.parametrize("num_ps", [0, 1])
 def test_those_who_are_left_keep_their_ports_and_gpus(dropped, num_ps):
-    job = local.LocalJob(("train.py",), num_workers=3, num_ps=num_ps, evaluator=True)
-    ports, gpus = range(1, 1 + job.num_ports), ["a", "b", "c"]
+    job = local.LocalJob(("train.py",), Shape(3, num_ps, evaluator=True))
+    ports, gpus = range(1, 1 + len(job.shape.members)), ["a", "b", "c"]
     whole, left = local.plan(job, ports, devices=gpus), local.plan(job, ports, devices=gpus, dropped=dropped)
     kept = [task for task in whole.tasks if task.name not in dropped]
     assert [task.env["CUDA_VISIBLE_DEVICES"] for task in left.tasks] == [
@@ -396,7 +398,9 @@ def test_somebody_has_to_be_left():
 
 
 def test_on_hosts_those_who_are_left_keep_their_places():
-    job = ssh.SshJob(("train.py",), (Host("alpha", 2), Host("me@beta", 1, "10.0.0.2")), Shape(3), gpus_per_worker=1)
+    job = ssh.SshJob(
+        ("train.py",), Shape(3), hosts=(Host("alpha", 2), Host("me@beta", 1, "10.0.0.2")), gpus_per_worker=1
+    )
     whole, left = ssh.plan(job), ssh.plan(job, dropped={"worker:0"})
     assert [task.command for task in left.tasks] == [task.command for task in whole.tasks[1:]]
     config = json.loads(left.tasks[0].env["TFDIST_SEND_TF_CONFIG"])
@@ -410,17 +414,15 @@ def test_on_hosts_those_who_are_left_keep_their_places():
 @pytest.mark.parametrize(
     ("restarts", "shape", "words"),
     [
-        ({"min_workers": 0}, {}, "--min_workers is out of range; use 1 to --num_workers=2. Received: 0"),
         ({"min_workers": 3}, {"num_ps": 1}, "--min_workers is out of range; use 1 to --num_workers=2. Received: 3"),
         ({"min_workers": 1}, {}, "--min_workers has no effect without a restart, where there is no parameter server"),
-        ({"max_worker_restarts": -1}, {}, "--max_worker_restarts is too small; use 0 for none. Received: -1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(restarts, shape, words):
     hosts = (Host("alpha", 9),)
     for make in (
-        lambda: local.LocalJob(("a.py",), restarts=Restarts(**restarts), **shape),
-        lambda: ssh.SshJob(("a.py",), hosts, Shape(**shape), restarts=Restarts(**restarts)),
+        lambda: local.LocalJob(("a.py",), Shape(**shape), restarts=Restarts(**restarts)),
+        lambda: ssh.SshJob(("a.py",), Shape(**shape), hosts=hosts, restarts=Restarts(**restarts)),
     ):
         with pytest.raises(requests.LaunchError) as caught:
             make()

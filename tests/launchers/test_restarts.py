@@ -9,6 +9,7 @@ import types
 import pytest
 
 from tfdist.launchers import local, requests
+from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise import output
 
 PREAMBLE = """
@@ -146,16 +147,9 @@ def test_logs_say_once_that_the_disk_refuses(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: requests.Restarts(max_restarts=-1), "--max_restarts is too small; use 0 for none. Received: -1"),
-        (lambda: requests.Restarts(max_preemptions=-1), "--max_preemptions is too small"),
-        (lambda: requests.Restarts(backoff_secs=float("inf")), "--restart_backoff_secs is not a duration"),
         (lambda: output.LogSettings(tee=False), "--notee would lose all output"),
         (lambda: output.LogSettings("logs", "../x"), "--run is no name for a folder"),
-        (lambda: local.LocalJob(("a.py",), num_ps=1, chief=False), "--nochief leaves no task to coordinate"),
-        (
-            lambda: local.LocalJob(("a.py",), gpus_per_worker=-1),
-            "--gpus_per_worker is too small; use 0 or more. Received: -1",
-        ),
+        (lambda: Shape(num_ps=1, chief=False), "--nochief leaves no task to coordinate"),
     ],
 )
 def test_what_makes_no_sense(make, words):
@@ -165,7 +159,7 @@ def test_what_makes_no_sense(make, words):
 
 
 def test_a_chief_and_an_evaluator():
-    job = local.LocalJob(("a.py",), num_workers=1, chief=True, evaluator=True)
+    job = local.LocalJob(("a.py",), Shape(1, chief=True, evaluator=True))
     request = local.plan(job, (1, 2))
     assert [task.name for task in request.tasks] == ["chief:0", "worker:0", "evaluator:0"]
     assert request.deciding == {"chief:0", "worker:0"}

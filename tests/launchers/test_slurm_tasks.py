@@ -63,8 +63,8 @@ def test_hosts_without_workers_ask_for_no_gpus():
         ("train.py",),
         Shape(2, 1),
         gpus_per_node=4,
-        options={"partition": "gpu"},
-        extra=("--gpu-bind=none", "--exclusive"),
+        partition="gpu",
+        sbatch=("--gpu-bind=none", "--exclusive"),
     )
     first, second = str(slurm.plan(job)).split("#SBATCH hetjob\n")
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks=2\n" in first

@@ -13,7 +13,15 @@ from tfdist.launchers.slurm import launcher as slurm
     [
         *(("2", 120), ("0:30", 60), ("90:01", 91 * 60), ("1:02:03", 63 * 60), ("1-2", 26 * 3600)),
         *(("1-2:03", 26 * 3600 + 180), ("1-2:03:04", 26 * 3600 + 240), (" 5 ", 300)),
-        *(("UNLIMITED", None), ("INFINITE", None), ("0", None), ("", None), ("soon", None), ("1:2:3:4", None)),
+        *(
+            ("UNLIMITED", None),
+            ("-1", None),
+            ("INFINITE", None),
+            ("0", None),
+            ("", None),
+            ("soon", None),
+            ("1:2:3:4", None),
+        ),
     ],
 )
 def test_time_limits_are_read_as_slurm_does(limit, secs):
@@ -30,24 +38,10 @@ def test_time_limits_are_read_as_slurm_does(limit, secs):
         ("4:00:00", (), {"SBATCH_TIMELIMIT": "1"}, "SBATCH_TIMELIMIT=1 (60 s)"),
     ],
 )
-def test_a_time_limit_within_pre_kill_secs_is_refused(time, extra, env, shown):
+def test_time_limit_within_pre_kill_secs_is_refused(time, extra, env, shown, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(requests.LaunchError, match="--time is not longer than --pre_kill_secs") as caught:
-        slurm_job.check_limit(time, extra, env, 120)
+        slurm.SlurmJob(("train.py",), time=time, sbatch=extra)
     assert shown in str(caught.value)
-    slurm_job.check_limit(time, extra, env, 0)
-
-
-@pytest.mark.parametrize(("time", "extra"), [("4h", ()), ("1:2:3:4", ()), ("", ("--time=soon",))])
-def test_a_time_limit_that_slurm_refuses_is_refused_with_its_forms(time, extra):
-    with pytest.raises(
-        requests.LaunchError, match=r"write minutes, hours:minutes:seconds, days-hours or .* Received: --"
-    ):
-        slurm_job.check_limit(time, extra, {}, 120)
-    for limit in ("90", "4:00:00", "1-12", "UNLIMITED", ""):
-        slurm_job.check_limit(limit, (), {}, 120)
-
-
-def test_a_job_with_a_time_limit_within_pre_kill_secs_is_refused():
-    with pytest.raises(requests.LaunchError, match="Received: --time=1:00 "):
-        slurm.SlurmJob(("train.py",), options={"time": "1:00"})
-    slurm.SlurmJob(("train.py",), options={"time": "2:01"})
+    slurm.SlurmJob(("train.py",), time=time, sbatch=extra, pre_kill_secs=0)

@@ -92,7 +92,7 @@ from tfdist.launchers.requests import Restarts
 
 said = queue.SimpleQueue()
 serving._log.say = said.put
-serving._RESTARTS = Restarts(max_worker_restarts=2, backoff_secs=0.001, settled_secs=1000.0)
+serving._RESTARTS = Restarts(max_worker_restarts=2, restart_backoff_secs=0.001, settled_secs=1000.0)
 
 class Embedded(serving.EmbeddedCluster):
     def _start(self, task):

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from absl import flags
 
@@ -177,6 +179,7 @@ DEFINE: dict[type, Callable[..., object]] = {
     float: flags.DEFINE_float,
     str: flags.DEFINE_string,
     list: flags.DEFINE_multi_string,
+    tuple: flags.DEFINE_multi_string,
 }
 
 
@@ -184,6 +187,27 @@ def define(values: flags.FlagValues, table: Mapping[str, tuple[bool | int | floa
     """Defines flags by a table of their defaults, whose types are those of the values, and their help."""
     for name, (default, text) in table.items():
         DEFINE[type(default)](name, default, text, flag_values=values)
+
+
+_Job = TypeVar("_Job")
+
+
+def define_settings(values: flags.FlagValues, *jobs: type) -> None:
+    """Defines a flag for each field of these dataclasses that is a `requests.setting`."""
+    for field in (each for job in jobs for each in dataclasses.fields(job) if each.metadata):
+        default, text, kind, bounds = field.metadata.values()
+        if isinstance(kind, tuple):
+            flags.DEFINE_enum(field.name, default, kind, text, flag_values=values)
+        else:
+            DEFINE[kind](field.name, default, text, flag_values=values, **(bounds if kind in (int, float) else {}))
+
+
+def from_settings(job: type[_Job], values: flags.FlagValues, **others: Any) -> _Job:
+    """Returns a dataclass with the values of the flags of `define_settings`, and with these other values."""
+    names = [field.name for field in dataclasses.fields(job) if field.metadata]  # pyright: ignore[reportArgumentType]
+    found = {name: values[name].value for name in names}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return job(**{**found, **others})
 
 
 def submit_or_show(values: flags.FlagValues, request: object, submit: Callable[[], int]) -> int:

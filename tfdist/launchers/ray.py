@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import pathlib
-import queue
+import selectors
 import signal
 import socket
 import subprocess
@@ -26,15 +26,15 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from absl import flags
 
 from tfdist import _log
 from tfdist.cluster import NOTICES_VARIABLE, Task
-from tfdist.launchers import command_line, environment, local, requests, shape
-from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, check_command
-from tfdist.launchers.shape import Shape
+from tfdist.launchers import command_line, local, requests, shape
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, check_command, setting
+from tfdist.launchers.shape import Shape, SupervisedJob
 from tfdist.launchers.ssh import client
 from tfdist.launchers.ssh import task as remote
 from tfdist.launchers.ssh.launcher import problems_of
@@ -67,48 +67,54 @@ _READ_SECS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class RayJob:
+class RayJob(SupervisedJob):
     """A job on a Ray cluster.
-
-    Args:
-      command: the script and its arguments, or "-m", a module and its arguments.
-      shape: the tasks of the job.
-      resources_per_worker: Ray's resources of each worker, such as {"CPU": 2, "GPU": 1}; other tasks have a CPU.
-      strategy: strategy of the placement group: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
-      directory: working directory of the script on each node; "" for that of Ray's runtime environment.
-      env: variables added to the environment of the tasks.
-      grace_secs: time for tasks to end by themselves, and from the first signal to SIGKILL.
-      restarts: limits of restarts.
 
     Raises:
       LaunchError: a value is out of range.
     """
 
-    command: tuple[str, ...]
-    shape: Shape = dataclasses.field(default_factory=Shape)
-    resources_per_worker: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"CPU": 1})
-    strategy: str = "PACK"
-    directory: str = ""
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    grace_secs: float = 10.0
-    restarts: Restarts = dataclasses.field(default_factory=Restarts)
+    address: str = setting("auto", "address of the Ray cluster")
+    resources_per_worker: str = setting(
+        '{"CPU": 1}', 'Ray\'s resources of each worker, such as \'{"CPU": 2, "GPU": 1}\'; other tasks have a CPU'
+    )
+    strategy: str = setting(
+        "PACK", "strategy of the placement group", ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+    )
+    copy: bool = setting(False, "send the current directory to the nodes, as Ray's working_dir")
+    directory: str = setting("", "working directory on the nodes; by default what --copy sent, else the current one")
+    runtime_env: str = setting("{}", 'Ray\'s runtime environment, such as \'{"pip": ["tfdist"]}\'')
 
     def __post_init__(self) -> None:
-        self.shape.check_restarts(self.restarts)
-        shape.check_duration("grace_period_secs", self.grace_secs)
-        values = self.resources_per_worker.values()
+        super().__post_init__()
+        values = self.worker_resources.values()
         if not any(values) or not all(type(value) in (int, float) and value >= 0 for value in values):
             raise LaunchError(
                 '--resources_per_worker must be numbers by name, not all 0, such as {"CPU": 2, "GPU": 1}. Received: '
-                f"{json.dumps(self.resources_per_worker)}"
+                f"{self.resources_per_worker}"
             )
+
+    @property
+    def worker_resources(self) -> dict[str, float]:
+        """Ray's resources of each worker."""
+        return _object("resources_per_worker", self.resources_per_worker)
 
     @property
     def bundles(self) -> list[dict[str, float]]:
         """Resources of each of the shape's tasks, without zeros."""
-        worker = {name: value for name, value in self.resources_per_worker.items() if value}
+        worker = {name: value for name, value in self.worker_resources.items() if value}
         computing = set(self.shape.computing)
         return [worker if task in computing else {"CPU": 1} for task in self.shape.tasks]
+
+
+def _object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise LaunchError(f'--{flag} is no JSON object, such as {{"CPU": 1}}. Received: {text}')
+    return found
 
 
 def plan(job: RayJob, dropped: Collection[str] = ()) -> Request:
@@ -125,12 +131,11 @@ def plan(job: RayJob, dropped: Collection[str] = ()) -> Request:
     stand_ins = [_stand_in(whole[member]) for member in left.members]
     tasks, bundles = [], {task: str(bundle) for bundle, task in enumerate(job.shape.tasks)}
     for task in left.tasks:
-        sent = {"TF_CONFIG": left.cluster(stand_ins, task).to_tf_config(), "TFDIST_LAUNCHER": "ray"}
-        sent |= {"PYTHONUNBUFFERED": "1", **job.env}
+        sent = {**left.environment("ray", stand_ins, task), **job.env}
         env = {SENT_PREFIX + name: value for name, value in sent.items()}
         env[_BUNDLE_VARIABLE] = bundles[whole[task]]
         tasks.append(TaskRequest(str(task), env, ("python", *job.command)))
-    return left.request(tasks, job.grace_secs, job.restarts)
+    return job.request(left, tasks)
 
 
 def _stand_in(task: Task) -> str:
@@ -146,8 +151,6 @@ class TaskActor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._output: queue.Queue[tuple[int, bytes]] = queue.Queue(256)
-        self._num_open = 2
 
     def __repr__(self) -> str:
         return self._name
@@ -157,16 +160,11 @@ class TaskActor:
         self._reserved = PortReservation(1)
         command = module_command(remote.__name__)
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._outputs = selectors.DefaultSelector()
         for number, stream in ((1, self._child.stdout), (2, self._child.stderr)):
-            threading.Thread(target=self._read_all, args=(number, stream), daemon=True).start()
+            self._outputs.register(stream.fileno(), selectors.EVENT_READ, number)
         host = _ray().util.get_node_ip_address()
         return {"host": host, "port": self._reserved.ports[0], **remote.probe(asked)}
-
-    def _read_all(self, number: int, stream: IO[bytes]) -> None:
-        data = b"-"
-        while data:
-            data = os.read(stream.fileno(), 1 << 16)
-            self._output.put((number, data))
 
     def write(self, data: bytes) -> None:
         """Writes to the child process: its task, then signals and notices."""
@@ -177,12 +175,11 @@ class TaskActor:
     def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
         """Waits for output of the task, and returns it by descriptor; with the last of it, the exit code."""
         parts = []
-        with contextlib.suppress(queue.Empty):
-            parts.append(self._output.get(timeout=_READ_SECS))
-            while True:
-                parts.append(self._output.get_nowait())
-        self._num_open -= sum(not data for _, data in parts)
-        return parts, None if self._num_open else self._child.wait()
+        for key, _ in self._outputs.select(_READ_SECS):
+            parts.append((key.data, os.read(key.fd, 1 << 16)))
+            if not parts[-1][1]:
+                self._outputs.unregister(key.fileobj)
+        return parts, None if self._outputs.get_map() else self._child.wait()
 
 
 class Actors:
@@ -396,30 +393,7 @@ def _reason(error: Exception) -> str:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    shape.define_flags(values)
-    strategies = ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-    flags.DEFINE_enum("strategy", "PACK", strategies, "strategy of the placement group", flag_values=values)
-    resources_help = 'Ray\'s resources of each worker, such as \'{"CPU": 2, "GPU": 1}\'; other tasks have a CPU'
-    table = {
-        "address": ("auto", "address of the Ray cluster"),
-        "resources_per_worker": ('{"CPU": 1}', resources_help),
-        "copy": (False, "send the current directory to the nodes, as Ray's working_dir"),
-        "directory": ("", "working directory on the nodes; by default what --copy sent, else the current one"),
-        "runtime_env": ("{}", 'Ray\'s runtime environment, such as \'{"pip": ["tfdist"]}\''),
-        "env": ([], "NAME=VALUE for all tasks; may be repeated"),
-    }
-    command_line.define(values, table)
-    local.define_run_flags(values, grace_period_secs=10.0)
-
-
-def _parsed(flag: str, values: flags.FlagValues) -> dict[str, Any]:
-    try:
-        found = json.loads(values[flag].value or "")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise LaunchError(f"--{flag} is no JSON object, such as {values[flag].default}. Received: {values[flag].value}")
-    return found
+    shape.define_flags(values, Shape, RayJob, Restarts, LogSettings)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -449,25 +423,16 @@ def run(*command: str, **options: object) -> None:
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
-    job = RayJob(
-        tuple(command),
-        Shape.from_flags(values),
-        resources_per_worker=_parsed("resources_per_worker", values),
-        strategy=values.strategy,
-        directory=values.directory,
-        env=environment.from_flags(values),
-        grace_secs=values.grace_period_secs,
-        restarts=local.restarts_from_flags(values),
-    )
-    runtime_env = _parsed("runtime_env", values)
-    logs = local.logs_from_flags(values)
-    if values.copy:
+    job = shape.job_from_flags(RayJob, values, command)
+    runtime_env = _object("runtime_env", job.runtime_env)
+    logs = command_line.from_settings(LogSettings, values)
+    if job.copy:
         check_command(job.command)
         runtime_env["working_dir"] = str(pathlib.Path.cwd())
-    return command_line.submit_or_show(values, plan(job), lambda: _submit(job, values.address, runtime_env, logs))
+    return command_line.submit_or_show(values, plan(job), lambda: _submit(job, runtime_env, logs))
 
 
-def _submit(job: RayJob, address: str, runtime_env: Mapping[str, Any], logs: LogSettings) -> int:
+def _submit(job: RayJob, runtime_env: Mapping[str, Any], logs: LogSettings) -> int:
     """Runs a job on a cluster, and connects to the cluster for that time unless this program is connected."""
     ray = _ray()
     was_connected = ray.is_initialized()
@@ -478,14 +443,15 @@ def _submit(job: RayJob, address: str, runtime_env: Mapping[str, Any], logs: Log
         )
     try:
         if not was_connected:
-            ray.init(address=address, runtime_env=runtime_env or None, log_to_driver=False, logging_level=logging.ERROR)
+            options = {"log_to_driver": False, "logging_level": logging.ERROR}
+            ray.init(address=job.address, runtime_env=runtime_env or None, **options)
         if not job.directory and not ray.get_runtime_context().runtime_env.get("working_dir"):
             job = dataclasses.replace(job, directory=str(pathlib.Path.cwd()))
         actors = Actors(job)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"Ray refuses the job: {_reason(error)}; start a cluster with `ray start --head`, or name one. Received: "
-            f"--address={address}"
+            f"--address={job.address}"
         ) from None
     config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))  # Of a job that was submitted.
     if number := config.get("metadata", {}).get("job_submission_id"):

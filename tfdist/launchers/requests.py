@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import os
 import pathlib
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 # Exit code of a script that was preempted and has saved its work, or has lost its chief or peers (EX_TEMPFAIL of
 # sysexits.h: "try again later"). Launchers start the job again and don't count it as a failure.
@@ -21,6 +21,7 @@ HOPELESS_EXIT_CODES = (2, 126, 127)
 # Prefix of a remote task's variables in the environment of the local process that connects to its host.
 SENT_PREFIX = "TFDIST_SEND_"
 _MAX_BACKOFF_DOUBLINGS = 6
+_MOST_SECS = 1_000_000
 
 
 def shell_code(code: int | None) -> int:
@@ -33,7 +34,29 @@ class LaunchError(ValueError):
 
 
 class ToolError(LaunchError):
-    """A tool such as sbatch or kubectl has refused the job."""
+    """A tool such as sbatch or kubectl has refused the job, or did not answer. `output` is its standard output."""
+
+    def __init__(self, message: str, output: bytes | None = b"") -> None:
+        super().__init__(message)
+        self.output = (output or b"").decode("utf-8", "replace")
+
+
+def setting(
+    default: Any, text: str, kind: type | tuple[str, ...] | None = None, least: int = 0, most: int | None = None
+) -> Any:
+    """Returns the field of a job's dataclass that is a flag of the same name. See `command_line.define_settings`.
+
+    Args:
+      default: value of the field, and of the flag.
+      text: help of the flag.
+      kind: type of the flag, or its choices; that of the default by default.
+      least: least value of a number.
+      most: greatest value of a number; that of durations by default, as no wait can be longer.
+    """
+    kind = kind or type(default)
+    bounds = {"lower_bound": least, "upper_bound": _MOST_SECS if kind is float else most}
+    metadata = {"default": default, "text": text, "kind": kind, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def read_file(name: str, path: str, remedy: str = "name a file that exists") -> str:
@@ -102,36 +125,22 @@ class TaskRequest:
 class Restarts:
     """Limits of restarts: of all tasks together, or of a single worker.
 
-    Args:
-      max_restarts: number of restarts of all tasks after failures.
-      backoff_secs: time before the first of these restarts; doubles each time, up to 64-fold.
-      max_preemptions: number of restarts of all tasks after one has ended with `TRY_AGAIN_EXIT_CODE`.
-      max_worker_restarts: number of restarts of a worker that fails in a row, before it is given up.
-      min_workers: least number of workers with which the job continues when workers are given up; all by default.
-      settled_secs: run time after which the next failure of a worker is the first in a row.
-
-    Raises:
-      LaunchError: a number is out of range.
+    After `settled_secs` of a worker's run, its next failure is the first in a row.
     """
 
-    max_restarts: int = 0
-    backoff_secs: float = 1.0
-    max_preemptions: int = 100
-    max_worker_restarts: int = 3
-    min_workers: int | None = None
+    max_restarts: int = setting(0, "restarts of all tasks after failures")
+    restart_backoff_secs: float = setting(1.0, "seconds before the first restart; doubles each time, up to 64-fold")
+    max_preemptions: int = setting(100, f"restarts of all tasks after a preemption (code {TRY_AGAIN_EXIT_CODE})")
+    max_worker_restarts: int = setting(3, "restarts in a row of a worker that fails, before it is given up")
+    min_workers: int | None = setting(
+        None, "least number of workers to continue with when others are given up; all by default", int, least=1
+    )
     # TensorFlow takes up to 20 s to import where several tasks do it at once; ssh needs 15 s to notice a lost host.
     settled_secs: float = 30.0
 
-    def __post_init__(self) -> None:
-        for flag in ("max_restarts", "max_preemptions", "max_worker_restarts"):
-            if getattr(self, flag) < 0:
-                raise LaunchError(f"--{flag} is too small; use 0 for none. Received: {getattr(self, flag)}")
-        if not 0 <= self.backoff_secs < math.inf:
-            raise LaunchError(f"--restart_backoff_secs is not a duration; use 0 or more. Received: {self.backoff_secs}")
-
     def pause_secs(self, failures: int) -> float:
         """Returns the pause before the restart after so many failures (at least 1)."""
-        return self.backoff_secs * 2 ** min(failures - 1, _MAX_BACKOFF_DOUBLINGS)
+        return self.restart_backoff_secs * 2 ** min(failures - 1, _MAX_BACKOFF_DOUBLINGS)
 
 
 @dataclasses.dataclass(frozen=True)

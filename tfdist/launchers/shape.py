@@ -5,39 +5,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from absl import flags
 
 from tfdist.cluster import Cluster, Task
-from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest
+from tfdist.launchers import command_line, environment
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, setting
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """The tasks of a job.
 
-    Args:
-      num_workers: number of workers.
-      num_ps: number of parameter servers.
-      chief: whether there is a chief beside the workers; None for a chief only with parameter servers.
-      evaluator: whether there is an evaluator beside the cluster.
-
     Raises:
-      LaunchError: a number is out of range, or parameter servers have no chief.
+      LaunchError: no worker is left, or parameter servers have no chief.
     """
 
-    num_workers: int = 2
-    num_ps: int = 0
-    chief: bool | None = None
-    evaluator: bool = False
+    num_workers: int = setting(2, "workers to start", least=1)
+    num_ps: int = setting(0, "parameter servers to start; with any, also a chief")
+    chief: bool | None = setting(None, "start a chief beside the workers (as parameter servers need)", bool)
+    evaluator: bool = setting(False, "start an evaluator beside the cluster")
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
             raise LaunchError(f"--num_workers is too small; use 1 or more. Received: {self.num_workers}")
-        if self.num_ps < 0:
-            raise LaunchError(f"--num_ps is too small; use 0 for no parameter server. Received: {self.num_ps}")
         if self.chief is None:
             object.__setattr__(self, "chief", self.num_ps > 0)
         if self.num_ps and not self.chief:
@@ -101,60 +94,40 @@ class Shape:
         smaller = Shape(workers, self.num_ps, chief, self.evaluator)
         return smaller, dict(zip(smaller.tasks, left, strict=True))
 
-    def check_restarts(self, restarts: Restarts) -> None:
-        """Checks that the limits of restarts fit the number of workers.
-
-        Raises:
-          LaunchError: --min_workers is out of range, or could never have an effect.
-        """
-        least = restarts.min_workers
-        if least is None:
-            return
-        if not 1 <= least <= self.num_workers:
-            raise LaunchError(
-                f"--min_workers is out of range; use 1 to --num_workers={self.num_workers}. Received: {least}"
-            )
-        if not self.num_ps and not restarts.max_restarts:
-            raise LaunchError(
-                "--min_workers has no effect without a restart, where there is no parameter server; add "
-                f"--max_restarts=3. Received: --min_workers={least} with --max_restarts=0"
-            )
-
-    def cluster(self, addresses: Sequence[str], task: Task) -> Cluster:
-        """Builds the cluster for one of its tasks.
+    def environment(self, launcher: str, addresses: Sequence[str], task: Task) -> dict[str, str]:
+        """Returns the variables of one of `tasks`: its cluster, and the name of its launcher.
 
         Args:
+          launcher: the platform, such as "local".
           addresses: "host:port" of each of `members`.
-          task: one of `tasks`.
+          task: the task.
 
         Raises:
           ClusterError: an address is invalid, or occurs twice.
         """
-        return _cluster(self, tuple(addresses)).with_task(task)
-
-    def request(self, tasks: Sequence[TaskRequest], grace_secs: float, restarts: Restarts) -> Request:
-        """Builds the request for these tasks, with their roles in this job."""
-        deciding, computing = (tuple(map(str, group)) for group in (self.deciding, self.computing))
-        return Request(
-            tuple(tasks),
-            frozenset(deciding),
-            grace_secs,
-            restarts,
-            computing,
-            replaces_workers=self.num_ps > 0,
-            reporting=frozenset(map(str, self.reporting)),
-        )
+        config = _cluster(self, tuple(addresses)).with_task(task).to_tf_config()
+        return {"TF_CONFIG": config, "TFDIST_LAUNCHER": launcher, "PYTHONUNBUFFERED": "1"}
 
     def arguments(self) -> tuple[str, ...]:
-        """Returns the flags from which `from_flags` builds this shape, for a wrapper on another machine."""
+        """Returns the flags from which `from_settings` builds this shape, for a wrapper on another machine."""
         shown = [f"--num_workers={self.num_workers}", f"--num_ps={self.num_ps}"]
         shown.append("--chief" if self.chief else "--nochief")
         return (*shown, *(["--evaluator"] if self.evaluator else []))
 
-    @staticmethod
-    def from_flags(values: flags.FlagValues) -> Shape:
-        """Builds the shape from the flags of `define_flags`."""
-        return Shape(values.num_workers, values.num_ps, values.chief, values.evaluator)
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A script as every task of a cluster. Those of the launchers add their settings.
+
+    Args:
+      command: the script and its arguments, or "-m", a module and its arguments.
+      shape: the tasks.
+      env: variables added to the environment of each task.
+    """
+
+    command: tuple[str, ...]
+    shape: Shape = dataclasses.field(default_factory=Shape)
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @functools.lru_cache(1)  # A plan calls it for each of its tasks.
@@ -165,32 +138,72 @@ def _cluster(shape: Shape, addresses: tuple[str, ...]) -> Cluster:
     return Cluster(jobs, shape.members[0])
 
 
-def define_flags(values: flags.FlagValues, num_workers: int | None = 2) -> None:
-    """Defines the flags for the number of tasks; without a default, workers fill the slots of the hosts."""
-    text = "workers to start" if num_workers else "workers to start; by default as many as the hosts have slots for"
-    flags.DEFINE_integer("num_workers", num_workers, text, flag_values=values)
-    flags.DEFINE_integer("num_ps", 0, "parameter servers to start; with any, also a chief", flag_values=values)
-    flags.DEFINE_boolean(
-        "chief", None, "start a chief beside the workers (as parameter servers need)", flag_values=values
-    )
-    flags.DEFINE_boolean("evaluator", False, "start an evaluator beside the cluster", flag_values=values)
+@dataclasses.dataclass(frozen=True)
+class SupervisedJob(Job):
+    """A job whose launcher stays until it is over.
 
-
-def check_count(flag: str, value: int, least: int = 0) -> None:
-    """Checks an integer from the command line.
+    Args:
+      restarts: limits of restarts.
 
     Raises:
-      LaunchError: the value is less than `least`.
+      LaunchError: --min_workers is out of range, or could never have an effect.
     """
-    if value < least:
-        raise LaunchError(f"--{flag} is too small; use {least} or more. Received: {value}")
+
+    restarts: Restarts = dataclasses.field(default_factory=Restarts)
+    grace_period_secs: float = setting(10.0, "seconds that tasks have to end before SIGKILL")
+
+    def __post_init__(self) -> None:
+        least = self.restarts.min_workers
+        if least and least > self.shape.num_workers:
+            raise LaunchError(
+                f"--min_workers is out of range; use 1 to --num_workers={self.shape.num_workers}. Received: {least}"
+            )
+        if least and not self.shape.num_ps and not self.restarts.max_restarts:
+            raise LaunchError(
+                "--min_workers has no effect without a restart, where there is no parameter server; add "
+                f"--max_restarts=3. Received: --min_workers={least} with --max_restarts=0"
+            )
+
+    def request(self, left: Shape, tasks: Sequence[TaskRequest]) -> Request:
+        """Returns the request for the tasks that are left of the job, with their roles."""
+        return Request(
+            tuple(tasks),
+            frozenset(map(str, left.deciding)),
+            self.grace_period_secs,
+            self.restarts,
+            tuple(map(str, left.computing)),
+            replaces_workers=left.num_ps > 0,
+            reporting=frozenset(map(str, left.reporting)),
+        )
 
 
-def check_duration(flag: str, value: float) -> None:
-    """Checks a number of seconds from the command line.
+_Job = TypeVar("_Job")
+
+
+def define_flags(values: flags.FlagValues, *jobs: type, has_env: bool = True, has_communication: bool = True) -> None:
+    """Defines the flags of a launcher: the settings of these dataclasses, and those that become variables of tasks.
+
+    Args:
+      values: gets the flags.
+      *jobs: dataclasses with a `requests.setting` for each flag.
+      has_env: False for tasks that have the environment of this command anyway.
+      has_communication: False for TPUs, whose strategy is TensorFlow's.
+    """
+    command_line.define_settings(values, *jobs)
+    command_line.define(values, {"dry_run": (False, "print what would be run or submitted, and do nothing else")})
+    if has_env:
+        command_line.define(values, {"env": ([], "NAME=VALUE for all tasks; may be repeated")})
+    environment.define_flags(values, has_communication)
+
+
+def job_from_flags(job: type[_Job], values: flags.FlagValues, command: Sequence[str], **others: Any) -> _Job:
+    """Builds the job of a launcher, a dataclass: its settings, script, tasks, restarts, variables and other values.
 
     Raises:
-      LaunchError: the value is negative, infinite, or NaN.
+      LaunchError: the job is invalid.
     """
-    if not 0 <= value < math.inf:
-        raise LaunchError(f"--{flag} is not a duration; use 0 or more. Received: {value}")
+    names = {field.name for field in dataclasses.fields(job)}  # pyright: ignore[reportArgumentType]
+    parts = {name: part for name, part in (("shape", Shape), ("restarts", Restarts)) if name in names}
+    found = {name: command_line.from_settings(part, values) for name, part in parts.items()}
+    env = environment.from_flags(values)
+    return command_line.from_settings(job, values, command=tuple(command), env=env, **found, **others)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from tfdist import _log
 from tfdist.launchers.requests import LaunchError, ToolError
 
 
@@ -24,25 +25,36 @@ def find_tool(name: str, remedy: str) -> str:
     return path
 
 
-def run_tool(command: Sequence[str], stdin: str = "", timeout_secs: float | None = 120.0) -> str:
+def run_tool(
+    command: Sequence[str], stdin: str = "", timeout_secs: float | None = 120.0, show_warnings: bool = False
+) -> str:
     """Runs a tool to its end, and returns its standard output.
 
+    Args:
+      command: program and arguments.
+      stdin: text for its standard input.
+      timeout_secs: time after which it is killed.
+      show_warnings: whether to write what it says on standard error though it succeeds.
+
     Raises:
-      ToolError: the tool failed. The message has the end of its error output.
-      LaunchError: the tool took too long.
+      ToolError: the tool failed, or took too long. The message has the end of its error output, on one line.
+      LaunchError: a text is not UTF-8.
     """
     name = os.path.basename(command[0])  # noqa: PTH119 - a name, not a file
     try:
         done = subprocess.run(command, input=stdin.encode("utf-8"), capture_output=True, timeout=timeout_secs)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{name} did not answer within {timeout_secs:g} s; try it by hand. Received: {command}"
-        ) from None
+    except subprocess.TimeoutExpired as late:
+        message = f"{name} did not answer within {timeout_secs:g} s; try it by hand. Received: {shlex.join(command)}"
+        raise ToolError(message, late.stdout) from None
     except UnicodeEncodeError:
         raise LaunchError(f"{name} takes UTF-8 only; rename what is not. Received: {command}") from None
+    said = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
     if done.returncode:
-        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
-        raise ToolError(f"{name} failed with exit code {done.returncode}: {said[-500:] or 'it said nothing'}")
+        said = said or done.stdout.decode("utf-8", "replace").splitlines()
+        reason = "; ".join(said)[-500:] or "it said nothing"
+        raise ToolError(f"{name} failed with exit code {done.returncode}: {reason}", done.stdout)
+    if show_warnings:
+        _log.say(*(f"{name}: {line}" for line in said))
     return done.stdout.decode("utf-8", "replace")
 
 

@@ -7,7 +7,6 @@ TPUs are used through tf.distribute.TPUStrategy and need no TF_CONFIG: one progr
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 import signal
 import subprocess
@@ -16,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from tfdist import _log
-from tfdist.launchers import command_line, environment, shape, tools
-from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, check_folder
+from tfdist.launchers import command_line, shape, tools
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, check_folder, setting
 from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
 
@@ -27,77 +26,59 @@ usage: tfdist launch tpu --accelerator_type=TYPE --zone=ZONE [FLAGS] SCRIPT [ARG
 Runs SCRIPT on a TPU VM, on its first host only where it has several. SCRIPT builds its strategy by
 tfdist.strategy_from_flags() with --tfdist_strategy=tpu, or a tf.distribute.TPUStrategy.
 """
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*", re.ASCII)
 _GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 _CREATE_TIMEOUT_SECS = 3600.0
+# Number in the type of a TPU with one host, and for each of several hosts.
+_ONE_HOST, _SEVERAL = 8, {"v2": 8, "v3": 8, "v4": 8, "v5p": 8, "v5litepod": 4, "v6e": 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuJob:
-    """A job on a TPU VM.
-
-    Args:
-      command: the script and its arguments, or "-m", a module and its arguments.
-      accelerator_type: type of the TPU, such as v4-8.
-      zone: zone of the TPU.
-      name: name of the TPU.
-      version: the runtime, such as tpu-ubuntu2204-base; for several hosts, one with TensorFlow's TPU server.
-      project: the project; "" for the current one of gcloud.
-      create: whether to create the TPU first.
-      delete: whether to delete the TPU at the end, also after an error.
-      spot: whether to use a spot TPU, which may be preempted at any time.
-      copy: a local directory to copy to `directory` on all hosts; "" for none.
-      directory: working directory of the script; relative to the home directory.
-      setup: a shell command to run on all hosts first, such as "pip install -r requirements.txt"; "" for none.
-      python: the interpreter.
-      env: variables added to the environment.
-      restarts: limits of restarts.
+    """A job on a TPU VM: the script with its arguments, or "-m", a module and its arguments.
 
     Raises:
       LaunchError: a value is out of range.
     """
 
     command: tuple[str, ...]
-    accelerator_type: str
-    zone: str
-    name: str = "tfdist"
-    version: str = "tpu-ubuntu2204-base"
-    project: str = ""
-    create: bool = True
-    delete: bool = False
-    spot: bool = False
-    copy: str = ""
-    directory: str = "."
-    setup: str = ""
-    gcloud: tuple[str, ...] = ()
-    python: str = "python3"
+    accelerator_type: str = setting("", "such as v4-8")
+    zone: str = setting("", "zone of the TPU")
+    project: str = setting("", "project; by default the current one of gcloud")
+    version: str = setting("tpu-ubuntu2204-base", "runtime; for several hosts, one with TensorFlow's TPU server")
+    name: str = setting("tfdist", "name of the TPU")
+    create: bool = setting(True, "make the TPU first")
+    delete: bool = setting(False, "delete the TPU at the end, whatever happens")
+    spot: bool = setting(False, "may be preempted at any time")
+    copy: str = setting("", "local directory to copy to --working_dir on all hosts")
+    setup: str = setting("", "shell command for all hosts before the script")
+    gcloud: tuple[str, ...] = setting((), "one more option of gcloud's create, such as --network=mine; may be repeated")
+    python: str = setting("python3", "interpreter on the hosts")
+    working_dir: str = setting(".", "where the script runs; relative to the home directory")
+    max_restarts: int = setting(3, "failures that the job may have; preemptions don't count")
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    restarts: Restarts = dataclasses.field(default_factory=Restarts)
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise LaunchError(
-                f"--name is no name for a TPU; use up to 63 of a-z, 0-9 and dashes. Received: {self.name!r}"
-            )
         for flag, example in (("accelerator_type", "v4-8"), ("zone", "us-central2-b")):
             if not getattr(self, flag):
                 raise LaunchError(
                     f"--{flag} is missing; write the TPU's, such as --{flag}={example}. Received: nothing"
                 )
-        for flag in ("zone", "version", *(["project"] if self.project else [])):
-            if not _WORD.fullmatch(getattr(self, flag)):
-                raise LaunchError(f"--{flag} is malformed; see gcloud compute tpus. Received: {getattr(self, flag)!r}")
-        if self.slice.hosts > 1 and self.create and "-pod" not in self.version:
+        if self.num_hosts > 1 and self.create and "-pod" not in self.version:
             raise LaunchError(
-                f"--version is no runtime for {self.slice.hosts} hosts; use tpu-vm-tf-VERSION-pod-pjrt for your "
+                f"--version is no runtime for {self.num_hosts} hosts; use tpu-vm-tf-VERSION-pod-pjrt for your "
                 f"TensorFlow (gcloud compute tpus versions list shows all). Received: {self.version!r}"
             )
 
     @property
-    def slice(self) -> Slice:
-        """Number of chips and hosts of the TPU."""
-        return from_type(self.accelerator_type)
+    def num_hosts(self) -> int:
+        """Number of hosts of the TPU, 1 for a type that is not known here.
+
+        Source: Google's page "TPU versions". The number in a type counts TensorCores (two per chip) up to v4 and for
+        v5p, and chips for v5e and v6e, of which up to eight are on one host.
+        """
+        name, _, number = self.accelerator_type.rpartition("-")
+        size = int(number) if number.isdecimal() and name in _SEVERAL else 0
+        return size // _SEVERAL[name] if size > _ONE_HOST else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,22 +102,22 @@ def plan(job: TpuJob) -> TpuRequest:
         kind = (f"--accelerator-type={job.accelerator_type}", f"--version={job.version}")
         before.append((*_GCLOUD, "create", job.name, *where, *kind, *(["--spot"] if job.spot else []), *job.gcloud))
     if job.copy:
-        before.append((*_GCLOUD, "scp", "--recurse", job.copy, f"{job.name}:{job.directory}", *where, "--worker=all"))
+        before.append((*_GCLOUD, "scp", "--recurse", job.copy, f"{job.name}:{job.working_dir}", *where, "--worker=all"))
     if job.setup:
         before.append((*_GCLOUD, "ssh", job.name, *where, "--worker=all", f"--command={job.setup}"))
     # With a terminal, so that the script gets SIGHUP when the connection ends.
     script = (*_GCLOUD, "ssh", job.name, *where, "--worker=0", "--ssh-flag=-tt", f"--command={_remote(job)}")
     after = ((*_GCLOUD, "delete", job.name, *where, "--quiet"),) if job.delete else ()
-    return TpuRequest(tuple(before), script, after, job.restarts)
+    return TpuRequest(tuple(before), script, after, Restarts(job.max_restarts))
 
 
 def _remote(job: TpuJob) -> str:
     """Returns the shell command for the first host."""
     env = {"PYTHONUNBUFFERED": "1", "TFDIST_LAUNCHER": "tpu", **job.env}
     # With several hosts the runtime of each host owns its chips, and TensorFlow finds them by the TPU's name.
-    env |= {"TPU_NAME": job.name, "TPU_LOAD_LIBRARY": "0"} if job.slice.hosts > 1 else {"TPU_NAME": "local"}
+    env |= {"TPU_NAME": job.name, "TPU_LOAD_LIBRARY": "0"} if job.num_hosts > 1 else {"TPU_NAME": "local"}
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
-    return f"cd {shlex.quote(job.directory)} && env {settings} {shlex.join([job.python, *job.command])}"
+    return f"cd {shlex.quote(job.working_dir)} && env {settings} {shlex.join([job.python, *job.command])}"
 
 
 def submit(request: TpuRequest, logs: LogSettings) -> int:
@@ -168,26 +149,7 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    table = {
-        "accelerator_type": ("", "such as v4-8"),
-        "zone": ("", "zone of the TPU"),
-        "project": ("", "project; by default the current one of gcloud"),
-        "version": ("tpu-ubuntu2204-base", "runtime"),
-        "name": ("tfdist", "name of the TPU"),
-        "create": (True, "make the TPU first"),
-        "delete": (False, "delete the TPU at the end, whatever happens"),
-        "spot": (False, "may be preempted at any time"),
-        "copy": ("", "local directory to copy to --working_dir on all hosts"),
-        "setup": ("", "shell command for all hosts before the script"),
-        "gcloud": ([], "one more option of gcloud's create, such as --network=mine; may be repeated"),
-        "python": ("python3", "interpreter on the hosts"),
-        "working_dir": (".", "where the script runs; relative to the home directory"),
-        "max_restarts": (3, "failures that the job may have; preemptions don't count"),
-        "env": ([], "NAME=VALUE for the script; may be repeated"),
-        "dry_run": (False, "print the commands, run nothing"),
-    }
-    command_line.define(values, table)
-    environment.define_flags(values, has_communication=False)
+    shape.define_flags(values, TpuJob, has_communication=False)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -203,63 +165,5 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         )
     if values.copy:
         check_folder("--copy", values.copy, "name a directory of this machine")
-    request = plan(_job_from_flags(values, command))
+    request = plan(shape.job_from_flags(TpuJob, values, command))
     return command_line.submit_or_show(values, request, lambda: submit(request, LogSettings()))
-
-
-def _job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> TpuJob:
-    shape.check_count("max_restarts", values.max_restarts)
-    same = ("accelerator_type", "zone", "name", "version", "project", "create", "delete", "spot", "copy", "setup")
-    return TpuJob(
-        tuple(command),
-        **{name: getattr(values, name) for name in same},
-        python=values.python,
-        directory=values.working_dir,
-        gcloud=tuple(values.gcloud),
-        env=environment.from_flags(values),
-        restarts=Restarts(values.max_restarts),
-    )
-
-
-# Computes the numbers of chips and hosts of a TPU slice from its type.
-#
-# Source: Google's page "TPU versions". The number in a type counts TensorCores (two per chip) up to v4 and for v5p, and
-# chips for v5e and v6e.
-
-
-_CHIPS_PER_HOST, _MAX_CHIPS = 4, 16384
-_CORES_PER_UNIT = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2, "v5litepod": 1, "v6e": 1}
-# Numbers of chips of the slices with one host, where the number in a type counts chips.
-_SINGLE_HOSTS = (1, 4, 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Slice:
-    """A TPU slice: number of its chips, and number of its hosts."""
-
-    chips: int
-    hosts: int
-
-
-def from_type(text: str) -> Slice:
-    """Returns the slice of a Cloud TPU type, such as v4-32 or v5litepod-16.
-
-    Raises:
-      LaunchError: there is no such type.
-    """
-    name, _, number = text.rpartition("-")
-    if name not in _CORES_PER_UNIT or not (number.isascii() and number.isdigit() and 0 < len(number) < 6):
-        known = ", ".join(f"{each}-N" for each in _CORES_PER_UNIT)
-        raise LaunchError(f"--accelerator_type is not known; use one of {known}. Received: {text!r}")
-    cores = _CORES_PER_UNIT[name]
-    chips, rest = divmod(int(number), cores)
-    if rest or not chips:
-        raise LaunchError(f"--accelerator_type has no such size: {name} counts 2 cores a chip. Received: {text!r}")
-    if cores == 1 and chips in _SINGLE_HOSTS:
-        return Slice(chips, 1)
-    if chips > _MAX_CHIPS or chips % _CHIPS_PER_HOST:
-        raise LaunchError(
-            f"--accelerator_type={text} makes no whole hosts of {_CHIPS_PER_HOST} chips; use a type that exists. "
-            f"Received: {chips} chips"
-        )
-    return Slice(chips, chips // _CHIPS_PER_HOST)

@@ -263,7 +263,7 @@ class EmbeddedCluster:
                 try:
                     self._processes[name] = self._start(_task(name))
                 except OSError as error:
-                    replacements.failed(name, 0.0, least_secs=_RESTARTS.backoff_secs)
+                    replacements.failed(name, 0.0, least_secs=_RESTARTS.restart_backoff_secs)
                     _log.say(f"{name} of the embedded cluster could not be started: {error}")
             if ended:
                 ended.wait()

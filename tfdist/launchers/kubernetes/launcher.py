@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 import secrets
-import subprocess
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ import yaml
 from absl import flags
 
 from tfdist import _log
-from tfdist.launchers import command_line, environment, shape, tools
+from tfdist.launchers import command_line, shape, tools
 from tfdist.launchers.kubernetes import manifests
 from tfdist.launchers.kubernetes.manifests import Pods
 from tfdist.launchers.requests import LaunchError, ToolError, read_file
@@ -44,7 +44,7 @@ _LABEL = 63
 
 @dataclasses.dataclass(frozen=True)
 class KubernetesRequest:
-    """The Kubernetes objects to create, and the description of their job."""
+    """The Kubernetes objects to create, and the description of their job. `str` returns the manifests."""
 
     objects: tuple[Mapping[str, Any], ...]
     pods: Pods
@@ -52,20 +52,35 @@ class KubernetesRequest:
     def __str__(self) -> str:
         return yaml_documents(self.objects)
 
+    @property
+    def namespace(self) -> tuple[str, ...]:
+        """The flag of kubectl for the namespace, if one is given."""
+        return (f"--namespace={self.pods.namespace}",) if self.pods.namespace else ()
 
-def plan(pods: Pods, form: str = "job", patches: Sequence[Any] = ()) -> KubernetesRequest:
+    @property
+    def selector(self) -> tuple[str, ...]:
+        """The flags of kubectl that select the job's objects."""
+        return (f"--selector=app.kubernetes.io/instance={self.pods.name}", *self.namespace)
+
+    @property
+    def removal(self) -> str:
+        """The command that removes the job."""
+        kinds = dict.fromkeys(str(each["kind"]).lower() for each in self.objects)
+        return f"kubectl delete {','.join(kinds)} {' '.join(self.selector)}"
+
+
+def plan(pods: Pods, patches: Sequence[Any] = ()) -> KubernetesRequest:
     """Renders the objects that `submit` creates, with a new secret.
 
     Args:
       pods: the job.
-      form: "job" for Indexed Jobs, "jobset" for a JobSet.
       patches: objects in part, each merged into those of its `kind`, and of its name if it has one.
 
     Raises:
       LaunchError: a value is out of range, or is an invalid name of an object or host; or a patch is for no object.
     """
     check_pods(pods)
-    if form == "jobset":
+    if pods.form == "jobset":
         jobs = [manifests.network_policy(pods), manifests.jobset(pods)]  # Its controller creates the Service.
     else:
         jobs = [manifests.indexed_job(pods, role) for role in pods.roles]
@@ -154,13 +169,6 @@ def check_pods(pods: Pods) -> None:
         value = getattr(pods, flag)
         if value and not _QUANTITY.fullmatch(value):
             raise LaunchError(f"--{flag} is no quantity; write 4, 500m or 16Gi. Received: {value!r}")
-    shape.check_count("max_restarts", pods.max_restarts)
-    shape.check_count("max_preemptions", pods.max_preemptions)
-    shape.check_count("grace_period_secs", pods.grace_secs)
-    for count in pods.accelerators.values():
-        shape.check_count("gpus_per_worker", count)
-    if not 0 < pods.port < 65535:
-        raise LaunchError(f"--port is not a port with one after it; use 1 to 65534. Received: {pods.port}")
     for text in (*pods.command, *pods.env.values()):
         if "\0" in text or (not text.isascii() and text.encode("utf-8", "replace").decode() != text):
             raise LaunchError(f"an argument is not UTF-8 text, which is all Kubernetes takes. Received: {text!r}")
@@ -181,49 +189,28 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
         exists. No object is created then.
     """
     kubectl = tools.find_tool("kubectl", "install it, or look at the manifests with --dry_run")
-    pods = request.pods
-    where = (f"--namespace={pods.namespace}",) if pods.namespace else ()
-    chosen = (f"--selector=app.kubernetes.io/instance={pods.name}", *where)
-    kinds = tuple(dict.fromkeys(str(each["kind"]).lower() for each in request.objects))
-    job = KubernetesJob(pods.name, str(request), kinds, chosen, len(pods.shape.tasks))
-    create_objects(kubectl, job)
-    logs = f"kubectl logs --follow --prefix --max-log-requests={len(pods.shape.tasks)} {' '.join(chosen)}"
+    create_objects(kubectl, request)
+    chosen, num_pods = " ".join(request.selector), len(request.pods.shape.tasks)
+    logs = f"kubectl logs --follow --prefix --max-log-requests={num_pods} {chosen}"
     _log.say(
-        f"kubectl get pods {' '.join(chosen)}   shows the job",
+        f"kubectl get pods {chosen}   shows the job",
         f"{logs}   follows what the tasks print",
-        f"{job.removal}   ends the job and removes all of it",
+        f"{request.removal}   ends the job and removes all of it",
     )
-    return look_for_pods(kubectl, job, start_timeout_secs) if start_timeout_secs else 0
+    return look_for_pods(kubectl, request, start_timeout_secs) if start_timeout_secs else 0
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    shape.define_flags(values)
+    shape.define_flags(values, Shape, Pods)
+    secs_help = "seconds to look whether the job's pods can be created; 0 for not at all"
+    flags.DEFINE_float("start_timeout_secs", 20.0, secs_help, lower_bound=0, upper_bound=1_000_000, flag_values=values)
     table = {
-        "image": ("", "image of the container, with the script and tfdist in it"),
-        "name": ("tfdist", "name of the job"),
-        "namespace": ("", "namespace; by default the current one of kubectl"),
-        "python": ("python3", "interpreter in the image"),
-        "working_dir": ("", "where the script runs; the image's own by default"),
-        "cpu": ("", "cores for each pod, such as 4 or 500m"),
-        "memory": ("", "memory for each pod, such as 16Gi"),
-        "gpus_per_worker": (0, "GPUs for each worker"),
-        "gpu_resource": ("nvidia.com/gpu", "the cluster's name for a GPU"),
-        "port": (2222, "port of every task"),
-        "max_restarts": (3, "failures that each task may have; preemptions don't count"),
-        "max_preemptions": (100, "preemptions that the job may have"),
-        "grace_period_secs": (120, "seconds that a pod has to save its work after SIGTERM"),
-        "start_timeout_secs": (20.0, "seconds to look whether the job's pods can be created; 0 for not at all"),
-        "env": ([], "NAME=VALUE for all tasks; may be repeated"),
         "node_selector": ([], "LABEL=VALUE of the nodes for workers; may be repeated"),
         "claim": ([], "NAME=DIRECTORY: where a volume claim is mounted; may be repeated"),
         "patch": ([], "file with YAML that is merged into objects of its kind; may be repeated"),
-        "dry_run": (False, "print the manifests, create nothing"),
     }
     command_line.define(values, table)
-    forms = "job: Indexed Jobs; jobset: a JobSet, which restarts all tasks when one fails"
-    flags.DEFINE_enum("form", "job", ["job", "jobset"], forms, flag_values=values)
-    environment.define_flags(values)
 
 
 def pods_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Pods:
@@ -232,19 +219,9 @@ def pods_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Pods:
     Raises:
       LaunchError: a flag is invalid.
     """
-    shape.check_duration("start_timeout_secs", values.start_timeout_secs)
-    same = ("image", "name", "namespace", "python", "working_dir", "cpu", "memory", "port", "max_restarts")
-    return Pods(
-        shape=Shape.from_flags(values),
-        command=tuple(command),
-        env=environment.from_flags(values),
-        node_selector=_pairs("node_selector", values.node_selector, "LABEL=VALUE"),
-        claims=_pairs("claim", values.claim, "NAME=DIRECTORY"),
-        grace_secs=values.grace_period_secs,
-        accelerators={values.gpu_resource: values.gpus_per_worker} if values.gpus_per_worker else {},
-        max_preemptions=values.max_preemptions,
-        **{name: getattr(values, name) for name in same},
-    )
+    labels = _pairs("node_selector", values.node_selector, "LABEL=VALUE")
+    claims = _pairs("claim", values.claim, "NAME=DIRECTORY")
+    return shape.job_from_flags(Pods, values, command, node_selector=labels, claims=claims)
 
 
 def _pairs(flag: str, settings: Sequence[str], form: str) -> dict[str, str]:
@@ -264,121 +241,93 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     patches = [patch for path in values.patch for patch in read_patches(path)]
-    request = plan(pods_from_flags(values, command), values.form, patches)
+    request = plan(pods_from_flags(values, command), patches)
     return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))
 
 
 # Creates a job's objects through kubectl, all of them or none, and checks that their pods are created.
 
 
-_TIMEOUT_SECS = 120.0
 _POLL_SECS = 0.5
 # A controller that fails once, for example because a service account doesn't exist yet, retries within seconds.
 _SETTLED_SECS = 5.0
 _TAKEN = re.compile(r'([a-z0-9.-]+) "([^"]+)" already exists')
-_WARNING = "Warning:"
 _REFUSED = ("FailedCreate", "FailedCreatePod")
 
 
-@dataclasses.dataclass(frozen=True)
-class KubernetesJob:
-    """The objects of a job, and the flags that select them.
-
-    Args:
-      name: name of the job.
-      text: the manifests.
-      kinds: kinds of the objects, as kubectl writes them.
-      selector: the flags of kubectl that select the job's objects.
-      num_pods: number of the job's pods.
-    """
-
-    name: str
-    text: str
-    kinds: tuple[str, ...]
-    selector: tuple[str, ...]
-    num_pods: int
-
-    @property
-    def removal(self) -> str:
-        """The command that removes the job."""
-        return f"kubectl delete {','.join(self.kinds)} {' '.join(self.selector)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answer:
-    code: int | None  # None: it took too long.
-    out: str
-    err: str
-
-
-def create_objects(kubectl: str, job: KubernetesJob) -> None:
+def create_objects(kubectl: str, request: KubernetesRequest) -> None:
     """Creates all objects of a job, after a rehearsal, so that a refusal leaves nothing behind.
 
     Raises:
       ToolError: the cluster refuses an object, for example because its name is taken.
     """
-    shown: set[str] = set()
-    rehearsal = _run([kubectl, "create", "--dry-run=server", "--output=name", "--filename=-"], job.text)
-    _show_warnings(rehearsal, shown)
-    # Some clusters have webhooks that refuse a dry run.
-    if rehearsal.code != 0 and "dry run" not in rehearsal.err.lower():
-        raise ToolError(f"{_problem(rehearsal, job)}; nothing was created")
-    answer = _run([kubectl, "create", "--output=name", "--filename=-"], job.text)
-    _show_warnings(answer, shown)
-    created = [line.strip() for line in answer.out.splitlines() if "/" in line]
-    if answer.code == 0:
-        sys.stdout.write("".join(f"{name} created\n" for name in created))
-        return
-    if answer.code is None:
-        raise ToolError(f"{_problem(answer, job)}; some may have been created, remove them: {job.removal}")
-    where = [flag for flag in job.selector if flag.startswith("--namespace")]
-    left = f"remove what was created: {' '.join([kubectl, 'delete', *where, *created])}"
-    raise ToolError(f"{_problem(answer, job)}; {left if created else 'nothing was created'}")
+    create, text = [kubectl, "create", "--output=name", "--filename=-"], str(request)
+    try:
+        tools.run_tool([*create, "--dry-run=server"], text)
+    except ToolError as error:
+        # Some clusters have webhooks that refuse a dry run.
+        if "dry run" not in str(error).lower():
+            raise ToolError(f"{_problem(error, request)}; nothing was created") from None
+    try:
+        created = tools.run_tool(create, text, show_warnings=True)
+    except ToolError as error:
+        left = shlex.join([kubectl, "delete", *request.namespace, *error.output.split()])
+        left = f"remove what was created: {left}" if error.output else "kubectl reports no object as created"
+        raise ToolError(f"{_problem(error, request)}; {left}") from None
+    sys.stdout.write("".join(f"{name} created\n" for name in created.split()))
 
 
-def look_for_pods(kubectl: str, job: KubernetesJob, timeout_secs: float) -> int:
+def _problem(error: LaunchError, request: KubernetesRequest) -> str:
+    """Returns the reason for which kubectl failed, on one line."""
+    if taken := list(map(" ".join, _TAKEN.findall(str(error)))):
+        return (
+            f"--name={request.pods.name} is taken; use another, or remove the old job first ({request.removal}). "
+            f"There already: {', '.join(dict.fromkeys(taken))}"
+        )
+    return str(error)
+
+
+def look_for_pods(kubectl: str, request: KubernetesRequest, timeout_secs: float) -> int:
     """Waits until all pods are created; they need not run yet.
 
     Returns:
       1 if the cluster refuses to create pods; 0 if all are created, or no refusal is known.
     """
-    start = time.monotonic()
+    start, asked = time.monotonic(), len(request.pods.shape.tasks)
     refused_secs: float | None = None
     while True:
         waited_secs = time.monotonic() - start
-        found = _get(kubectl, ["pods,jobs", *job.selector])
+        found = _get(kubectl, ["pods,jobs", *request.selector])
         if found is None:
-            _log.say(f"can't look whether pods are created; try kubectl get pods {' '.join(job.selector)}")
+            _log.say(f"can't look whether pods are created; try kubectl get pods {' '.join(request.selector)}")
             return 0
         num_pods = sum(each["kind"] == "Pod" for each in found)
-        if num_pods >= job.num_pods:
+        if num_pods >= asked:
             return 0
         if any(each["kind"] == "Job" and each["spec"].get("suspend") for each in found):
             _log.say("the job is suspended; its pods are created once it is admitted")
             return 0
-        reason = _refusal(kubectl, job, found)
+        reason = _refusal(kubectl, request, found)
         if reason and refused_secs is None:
             refused_secs = waited_secs
         settled = refused_secs is not None and waited_secs - refused_secs >= min(_SETTLED_SECS, timeout_secs / 2)
         if reason and (settled or waited_secs >= timeout_secs):
-            _log.say(f"{num_pods} of {job.num_pods} pods are created, for the cluster refuses the others: {reason}")
+            _log.say(f"{num_pods} of {asked} pods are created, for the cluster refuses the others: {reason}")
             _log.say("the job goes on trying; change the quota or policy, or remove the job")
             return 1
         if waited_secs >= timeout_secs:
-            _log.say(f"{num_pods} of {job.num_pods} pods are created after {timeout_secs:g} s; see kubectl get events")
+            _log.say(f"{num_pods} of {asked} pods are created after {timeout_secs:g} s; see kubectl get events")
             return 0
         time.sleep(_POLL_SECS)
 
 
-def _refusal(kubectl: str, job: KubernetesJob, found: Sequence[Mapping[str, Any]]) -> str | None:
+def _refusal(kubectl: str, request: KubernetesRequest, found: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns the newest reason for which a controller could not create a pod of this job, or None."""
-    where = [flag for flag in job.selector if flag.startswith("--namespace")]
-    events = _get(kubectl, ["events", "--field-selector=type=Warning", *where]) or []
+    events = _get(kubectl, ["events", "--field-selector=type=Warning", *request.namespace]) or []
     # Filtered by uid, because events of an earlier job of the same name stay for an hour.
     uids = {each["metadata"]["uid"] for each in found}
-    known = [kind for kind in job.kinds if kind == "jobset"]
-    for kind in known:
-        uids |= {each["metadata"]["uid"] for each in _get(kubectl, [kind, *job.selector]) or []}
+    if request.pods.form == "jobset":
+        uids |= {each["metadata"]["uid"] for each in _get(kubectl, ["jobset", *request.selector]) or []}
     reasons = [
         str(event.get("message", ""))
         for event in events
@@ -388,44 +337,10 @@ def _refusal(kubectl: str, job: KubernetesJob, found: Sequence[Mapping[str, Any]
 
 
 def _get(kubectl: str, arguments: Sequence[str]) -> list[dict[str, Any]] | None:
-    answer = _run([kubectl, "get", *arguments, "--output=json"])
-    if answer.code != 0:
-        return None
     try:
-        return list(json.loads(answer.out)["items"])
-    except (ValueError, KeyError, TypeError):
+        return list(json.loads(tools.run_tool([kubectl, "get", *arguments, "--output=json"]))["items"])
+    except (ValueError, KeyError, TypeError):  # A ToolError is a ValueError.
         return None
-
-
-def _problem(answer: _Answer, job: KubernetesJob) -> str:
-    """Returns the reason for which kubectl failed, on one line."""
-    taken = [f"{kind} {name}" for kind, name in _TAKEN.findall(answer.err)]
-    if taken:
-        return (
-            f"--name={job.name} is taken; use another, or remove the old job first ({job.removal}). "
-            f"There already: {', '.join(dict.fromkeys(taken))}"
-        )
-    if answer.code is None:
-        return f"kubectl did not answer within {_TIMEOUT_SECS:g} s; try kubectl get pods by hand"
-    said = "; ".join(line for line in answer.err.splitlines() if line.strip() and not line.startswith(_WARNING))
-    said = said or answer.out.strip()
-    return f"kubectl failed with exit code {answer.code}: {said[-500:] or 'it said nothing'}"
-
-
-def _show_warnings(answer: _Answer, shown: set[str]) -> None:
-    """Writes each warning of the API server once."""
-    for line in answer.err.splitlines():
-        if line.startswith(_WARNING) and line not in shown:
-            shown.add(line)
-            _log.say(f"kubectl: {line}")
-
-
-def _run(command: Sequence[str], stdin: str = "") -> _Answer:
-    try:
-        done = subprocess.run(command, input=stdin.encode("utf-8"), capture_output=True, timeout=_TIMEOUT_SECS)
-    except subprocess.TimeoutExpired as late:
-        return _Answer(None, *(text.decode("utf-8", "replace") if text else "" for text in (late.stdout, late.stderr)))
-    return _Answer(done.returncode, *(text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)))
 
 
 # Writes plain data as readable YAML, in which every YAML parser reads text as text.

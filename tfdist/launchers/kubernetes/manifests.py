@@ -13,8 +13,8 @@ from typing import Any
 
 from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers.kubernetes import task as kubernetes_task
-from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE
-from tfdist.launchers.shape import Shape
+from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, setting
+from tfdist.launchers.shape import Job
 
 # Annotations in which controllers count replacements, by the variable that passes the count to the wrapper.
 _JOB_COUNTS = {kubernetes_task.IGNORED_VARIABLE: "batch.kubernetes.io/job-index-ignored-failure-count"}
@@ -25,45 +25,32 @@ _MANAGER = {"app.kubernetes.io/managed-by": "tfdist"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Pods:
+class Pods(Job):
     """A job on Kubernetes: its tasks, and the common properties of its pods.
 
     Args:
-      name: name of the job.
-      shape: the tasks of the job.
-      command: the script and its arguments, or "-m", a module and its arguments.
-      image: image of the container.
-      python: the interpreter in the image.
-      namespace: the namespace; "" for the current one of kubectl.
-      port: port at which each task listens.
-      cpu, memory: resource requests of each pod, as Kubernetes quantities; "" for none.
-      accelerators: resource requests of each pod that computes, such as {"nvidia.com/gpu": 4}.
       node_selector: labels of the nodes for pods that compute.
       claims: mount directory by the name of the volume claim.
-      env: variables added to the environment.
-      max_restarts: number of failures that are allowed of each task.
-      max_preemptions: number of preemptions that are allowed.
-      grace_secs: time for a pod to end by itself.
-      working_dir: working directory of the script; "" for the image's own.
     """
 
-    name: str
-    shape: Shape
-    command: tuple[str, ...]
-    image: str
-    python: str = "python3"
-    namespace: str = ""
-    port: int = 2222
-    cpu: str = ""
-    memory: str = ""
-    accelerators: Mapping[str, int] = dataclasses.field(default_factory=dict)
     node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
     claims: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    max_restarts: int = 3
-    max_preemptions: int = 100
-    grace_secs: int = 120
-    working_dir: str = ""
+    image: str = setting("", "image of the container, with the script and tfdist in it")
+    name: str = setting("tfdist", "name of the job")
+    namespace: str = setting("", "namespace; by default the current one of kubectl")
+    form: str = setting(
+        "job", "job: Indexed Jobs; jobset: a JobSet, which restarts all tasks when one fails", ("job", "jobset")
+    )
+    python: str = setting("python3", "interpreter in the image")
+    working_dir: str = setting("", "where the script runs; the image's own by default")
+    cpu: str = setting("", "cores for each pod, such as 4 or 500m")
+    memory: str = setting("", "memory for each pod, such as 16Gi")
+    gpus_per_worker: int = setting(0, "GPUs for each worker")
+    gpu_resource: str = setting("nvidia.com/gpu", "the cluster's name for a GPU")
+    port: int = setting(2222, "port of every task", least=1, most=65534)
+    max_restarts: int = setting(3, "failures that each task may have; preemptions don't count")
+    max_preemptions: int = setting(100, "preemptions that the job may have")
+    grace_period_secs: int = setting(120, "seconds that a pod has to save its work after SIGTERM")
 
     @property
     def roles(self) -> dict[str, int]:
@@ -136,7 +123,7 @@ def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
     # Kubernetes waits 10 s; counted together, four workers would wait 80 s. The first index with too many ends the Job.
     limits = {"backoffLimitPerIndex": pods.max_restarts, "maxFailedIndexes": 0}
     limits |= {"ttlSecondsAfterFinished": _KEPT_SECS}
-    spec = _job_spec(pods.roles[role], limits, rules, _template(pods, role, _wrapped(pods, role, host, "job")))
+    spec = _job_spec(pods.roles[role], limits, rules, _template(pods, role, _wrapped(pods, role, host)))
     _show_counts(spec["template"], _JOB_COUNTS)
     meta = metadata(pods, f"{pods.name}-{role}")
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}
@@ -152,7 +139,7 @@ def jobset(pods: Pods) -> dict[str, Any]:
     host = f"{pods.name}-{{type}}-0-{{index}}.{pods.name}"
     jobs = []
     for role, size in pods.roles.items():
-        spec = _job_spec(size, {"backoffLimit": 0}, rules, _template(pods, role, _wrapped(pods, role, host, "jobset")))
+        spec = _job_spec(size, {"backoffLimit": 0}, rules, _template(pods, role, _wrapped(pods, role, host)))
         _show_counts(spec["template"], _JOBSET_COUNTS)
         jobs.append({"name": role, "replicas": 1, "template": {"metadata": {"labels": pods.labels}, "spec": spec}})
     deciding = list(dict.fromkeys(task.type for task in pods.shape.deciding))
@@ -181,12 +168,12 @@ def _codes(values: list[int]) -> dict[str, Any]:
     return {"containerName": "task", "operator": "In", "values": sorted(values)}
 
 
-def _wrapped(pods: Pods, role: str, host_format: str, form: str) -> tuple[str, ...]:
+def _wrapped(pods: Pods, role: str, host_format: str) -> tuple[str, ...]:
     """Returns the command of the wrapper that determines the pod's task, followed by the script."""
     wrapper = (pods.python, "-P", "-m", "tfdist.launchers.kubernetes.task", *pods.shape.arguments(), f"--role={role}")
     numbers = {"port": pods.port, "max_restarts": pods.max_restarts, "max_preemptions": pods.max_preemptions}
     shown = [f"--{name}={value}" for name, value in numbers.items()]
-    return (*wrapper, f"--form={form}", f"--host_format={host_format}", *shown, "--", *pods.command)
+    return (*wrapper, f"--form={pods.form}", f"--host_format={host_format}", *shown, "--", *pods.command)
 
 
 def _show_counts(template: dict[str, Any], annotations: Mapping[str, str]) -> None:
@@ -211,7 +198,7 @@ def _job_spec(
 
 def _template(pods: Pods, role: str, command: tuple[str, ...]) -> dict[str, Any]:
     computes = any(task.type == role for task in pods.shape.computing)
-    accelerators = dict(pods.accelerators) if computes else {}
+    accelerators = {pods.gpu_resource: pods.gpus_per_worker} if computes and pods.gpus_per_worker else {}
     asked = {name: value for name, value in (("cpu", pods.cpu), ("memory", pods.memory)) if value}
     volumes = [{"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": c}} for i, c in enumerate(pods.claims)]
     mounts = [{"name": f"claim-{i}", "mountPath": path} for i, path in enumerate(pods.claims.values())]
@@ -237,7 +224,7 @@ def _template(pods: Pods, role: str, command: tuple[str, ...]) -> dict[str, Any]
     if not accelerators:
         container.get("resources", {}).pop("limits", None)
     spec: dict[str, Any] = {"subdomain": pods.name, "restartPolicy": "Never"}
-    spec |= {"terminationGracePeriodSeconds": pods.grace_secs, "enableServiceLinks": False}
+    spec |= {"terminationGracePeriodSeconds": pods.grace_period_secs, "enableServiceLinks": False}
     spec |= {"automountServiceAccountToken": False, "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}}}
     if computes and pods.node_selector:
         spec["nodeSelector"] = dict(pods.node_selector)
@@ -249,7 +236,7 @@ def _template(pods: Pods, role: str, command: tuple[str, ...]) -> dict[str, Any]
 
 def _environment(pods: Pods, computes: bool) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = [{"name": name, "value": literal(value)} for name, value in pods.env.items()]
-    if pods.accelerators and not computes:
+    if pods.gpus_per_worker and not computes:
         # Some images and runtimes show all GPUs of the node to containers that requested none.
         env.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     reference = {"name": pods.name, "key": "job-secret", "optional": True}

@@ -8,7 +8,6 @@ itself, so all of them do.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -18,11 +17,10 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.cluster import ClusterError, Task
-from tfdist.launchers import command_line, shape
+from tfdist.launchers import command_line
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise import wrapping
-from tfdist.launchers.supervise.notices import Notices
 from tfdist.launchers.supervise.processes import on_signals
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
@@ -57,18 +55,16 @@ def task_environment(
     task = Task(role, int(text))
     if task not in job.tasks:
         raise LaunchError(f"the job has no task {task}; use completions as planned. Received: {INDEX_VARIABLE}={text}")
-    hosts = {
-        member: host_format.replace("{type}", member.type).replace("{index}", str(member.index))
+    addresses = [
+        host_format.replace("{type}", member.type).replace("{index}", str(member.index)) + f":{port}"
         for member in job.members
-    }
-    cluster = job.cluster([f"{hosts[member]}:{port}" for member in job.members], task)
-    found = {"TF_CONFIG": cluster.to_tf_config(), "TFDIST_LAUNCHER": "kubernetes", "PYTHONUNBUFFERED": "1"}
-    return task, found
+    ]
+    return task, job.environment("kubernetes", addresses, task)
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the wrapper's flags."""
-    shape.define_flags(values)
+    command_line.define_settings(values, Shape)
     table = {
         "role": ("worker", "the job of this pod's tasks"),
         "form": ("job", "job or jobset: who restarts pods"),
@@ -92,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
     try:
         values, script = command_line.parse(define_flags, arguments)
-        job = Shape.from_flags(values)
+        job = command_line.from_settings(Shape, values)
         task, env = task_environment(job, values.role, values.host_format, values.port, os.environ)
     except (LaunchError, ClusterError, flags.Error) as error:
         _log.say(" ".join(str(error).split()))
@@ -102,10 +98,7 @@ def _run(arguments: Sequence[str], received: Sequence[int]) -> int:
     if _is_preempted_too_often(values, job, task):
         _log.say(f"the job is not started again: --max_preemptions={values.max_preemptions} is used up")
         return GIVEN_UP_EXIT_CODE
-    with contextlib.closing(Notices()) as notices:
-        code = wrapping.run_wrapped([sys.executable, *script], {**env, **notices.joining}, early=received)
-        wrapping.about_cluster(code, env["TF_CONFIG"], notices)
-    return code
+    return wrapping.run_wrapped([sys.executable, *script], env, early=received)
 
 
 def _is_preempted_too_often(values: flags.FlagValues, job: Shape, task: Task) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import math
 import os
 import pathlib
 import re
@@ -21,14 +20,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from absl import flags
 
 from tfdist import _log
 from tfdist.cluster import JOB_SECRET_VARIABLE
-from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError, shell_code
+from tfdist.launchers import command_line, tools
+from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError, setting, shell_code
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm.exits import (
     EXITS_VARIABLE,
@@ -39,10 +37,6 @@ from tfdist.launchers.slurm.exits import (
     SlurmVerdict,
 )
 
-_DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
-_CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+)", re.ASCII)
-_MINUTES = re.compile(r"\d+", re.ASCII)
-_NO_LIMIT = re.compile(r"|-1|infinite|unlimited", re.IGNORECASE)
 # Letter of an option of sbatch, and its variable, which takes precedence over the #SBATCH lines of a batch script.
 _OTHER_NAMES = {
     "time": ("t", "SBATCH_TIMELIMIT"),
@@ -58,18 +52,16 @@ def secs_of_limit(text: str) -> int | None:
       text: "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes" or
         "days-hours:minutes:seconds". Slurm rounds up to whole minutes.
     """
-    text = text.strip()
-    if _MINUTES.fullmatch(text):
-        secs = int(text) * 60
-    elif found := _DAYS.fullmatch(text):
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-        secs = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    elif found := _CLOCK.fullmatch(text):
-        hours, minutes, seconds = (int(part or 0) for part in found.groups())
-        secs = (hours * 60 + minutes) * 60 + seconds
-    else:
+    days, dash, clock = text.strip().rpartition("-")
+    parts = clock.split(":")
+    if len(parts) > 3 or not all(each.isdecimal() for each in (days if dash else "0", *parts)):
         return None
-    return math.ceil(secs / 60) * 60 or None
+    if not dash:
+        # The last number is of minutes if it is alone, else of seconds.
+        parts = ["0", *parts, "0"] if len(parts) == 1 else ["0", "0", *parts][-3:]
+    hours, minutes, seconds = map(int, [*parts, "0", "0"][:3])
+    minutes += (int(days or 0) * 24 + hours) * 60 + (seconds > 0)
+    return minutes * 60 or None
 
 
 def used_by_sbatch(name: str, value: str, extra: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
@@ -89,23 +81,17 @@ def used_by_sbatch(name: str, value: str, extra: Sequence[str], env: Mapping[str
     return (env[variable], f"{variable}={env[variable]}") if env.get(variable) else found
 
 
-def check_limit(time: str, extra: Sequence[str], env: Mapping[str, str], pre_kill_secs: int) -> None:
-    """Checks that the time limit is longer than `pre_kill_secs`.
+def check_limit(limit: str, source: str, pre_kill_secs: int) -> None:
+    """Checks that a time limit, set by the flag or variable `source`, is longer than `pre_kill_secs`.
 
     Raises:
-      LaunchError: each run would get SIGTERM as soon as it starts, or sbatch refuses the limit.
+      LaunchError: each run would get SIGTERM as soon as it starts.
     """
-    limit, text = used_by_sbatch("time", time, extra, env)
     secs = secs_of_limit(limit)
-    if not any(form.fullmatch(limit.strip()) for form in (_MINUTES, _DAYS, _CLOCK, _NO_LIMIT)):
-        raise LaunchError(
-            "--time has a form that Slurm refuses; write minutes, hours:minutes:seconds, days-hours or "
-            f"days-hours:minutes:seconds, such as --time=4:00:00. Received: {text}"
-        )
     if pre_kill_secs and secs is not None and secs <= pre_kill_secs:
         raise LaunchError(
             f"--time is not longer than --pre_kill_secs, so each run would get SIGTERM as it begins; use a "
-            f"longer --time or a smaller --pre_kill_secs. Received: {text} ({secs} s) with "
+            f"longer --time or a smaller --pre_kill_secs. Received: {source} ({secs} s) with "
             f"--pre_kill_secs={pre_kill_secs}"
         )
 
@@ -117,17 +103,12 @@ _EARLY_SECS = 90.0
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of a job's requeues.
+    """Limits of a job's requeues, and `task_logs`. See `SlurmJob` of the launcher, whose values these are."""
 
-    Args:
-      max_restarts: number of requeues after failures.
-      max_preemptions: number of requeues after preemptions, those by Slurm itself included.
-      pre_kill_secs: time before the time limit at which the tasks get SIGTERM.
-    """
-
-    max_restarts: int
-    max_preemptions: int
-    pre_kill_secs: int
+    max_restarts: int = setting(0, "requeues after failures")
+    max_preemptions: int = setting(0, "requeues after preemptions, those by Slurm itself included")
+    pre_kill_secs: int = setting(0, "seconds before the time limit at which the tasks get SIGTERM")
+    task_logs: str = setting("", "directory for a file of each task's output, with %j for the job's id")
 
 
 class BatchJob:
@@ -138,12 +119,10 @@ class BatchJob:
       attempt: number of requeues before this run.
       tasks: the tasks of the job.
       limits: limits of requeues.
-      task_logs: directory for a file of each task's output, with %j for the job's id; "" for none.
     """
 
-    def __init__(self, number: str, attempt: int, tasks: Shape, limits: Limits, task_logs: str = "") -> None:
+    def __init__(self, number: str, attempt: int, tasks: Shape, limits: Limits) -> None:
         self._number = number
-        self._task_logs = task_logs.replace("%j", number)
         self._attempt = attempt
         self._limits = limits
         # `None` while Slurm doesn't answer.
@@ -190,7 +169,7 @@ class BatchJob:
             JOB_SECRET_VARIABLE: secrets.token_hex(32),
             "TFDIST_ATTEMPT": str(self._attempt),
             EXITS_VARIABLE: str(self._directory),
-            LOGS_VARIABLE: self._task_logs,
+            LOGS_VARIABLE: self._limits.task_logs.replace("%j", self._number),
             REACHES_ALL_VARIABLE: str(int(_signals_reach_all())),
         }
 
@@ -308,18 +287,15 @@ def _signals_reach_all() -> bool:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of a run."""
-    shape.define_flags(values)
-    command_line.define(values, {"task_logs": ("", "see tfdist.launchers.slurm.launcher")})
-    for field in dataclasses.fields(Limits):
-        flags.DEFINE_integer(field.name, 0, "see tfdist.launchers.slurm.launcher", flag_values=values)
+    command_line.define_settings(values, Shape, Limits)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the step that is given after the flags; returns the exit code of the job."""
     try:
         values, srun = command_line.parse(define_flags, arguments)
-        limits: Any = {field.name: getattr(values, field.name) for field in dataclasses.fields(Limits)}
-        tasks = Shape.from_flags(values)
+        tasks = command_line.from_settings(Shape, values)
+        limits = command_line.from_settings(Limits, values)
         number = os.environ.get("SLURM_JOB_ID", "")
         if not (number.isascii() and number.isdigit()):
             raise LaunchError(f"SLURM_JOB_ID is not set; run this in a batch script. Received: {number!r}")
@@ -329,7 +305,7 @@ def main(arguments: Sequence[str]) -> int:
     attempt = 0
     with contextlib.suppress(ValueError):
         attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    return BatchJob(number, attempt, tasks, Limits(**limits), values.task_logs).run(srun)
+    return BatchJob(number, attempt, tasks, limits).run(srun)
 
 
 if __name__ == "__main__":

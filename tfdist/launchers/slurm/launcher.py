@@ -18,14 +18,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 
 from tfdist import _log
-from tfdist.launchers import command_line, environment, shape, tools
-from tfdist.launchers.requests import LaunchError, check_command, check_folder, make_folder, shell_code
-from tfdist.launchers.shape import Shape
+from tfdist.launchers import command_line, shape, tools
+from tfdist.launchers.requests import LaunchError, check_command, check_folder, make_folder, setting, shell_code
+from tfdist.launchers.shape import Job, Shape
 from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT
 
@@ -54,80 +54,54 @@ _OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "output"
 
 
 @dataclasses.dataclass(frozen=True)
-class SlurmJob:
+class SlurmJob(Job):
     """A Slurm job.
-
-    Args:
-      command: the script and its arguments, or "-m", a module and its arguments.
-      shape: the tasks of the job.
-      name: name of the job.
-      directory: working directory, shared by all hosts.
-      python: the interpreter on the hosts.
-      tasks_per_node: number of tasks on each host.
-      cpus_per_task: number of CPUs for each task; 0 for Slurm's default.
-      gpus_per_node: number of GPUs of each host, which are divided among the workers there; 0 for none.
-      max_restarts: number of requeues after failures.
-      max_preemptions: number of requeues after preemptions, which are no failures.
-      pre_kill_secs: time before the time limit at which the tasks get SIGTERM, to save their work.
-      grace_secs: time for the other tasks to end after one has failed.
-      port: first port of each host; 0 to derive it from the job's id.
-      env: variables added to the environment.
-      task_logs: directory for a file of each task's output, with %j for the job's id; "" for none.
-      options: values of sbatch options by name; empty values are left out.
-      extra: further options of sbatch, such as "--exclusive".
-      srun: further options of srun, such as "--container-image=me/train:1".
-      setup: shell lines before the tasks, such as "module load cuda".
-      quiet_workers: whether only the chief and the evaluator write to the job's output.
 
     Raises:
       LaunchError: a value is out of range, or can't be written into a batch script.
     """
 
-    command: tuple[str, ...]
-    shape: Shape = dataclasses.field(default_factory=Shape)
-    name: str = "tfdist"
-    directory: str = "."
-    python: str = "python3"
-    tasks_per_node: int = 1
-    cpus_per_task: int = 0
-    gpus_per_node: int = 0
-    max_restarts: int = 0
-    max_preemptions: int = 100
-    pre_kill_secs: int = 120
-    grace_secs: float = 30.0
-    port: int = 0
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    task_logs: str = ""
-    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    extra: tuple[str, ...] = ()
-    srun: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    quiet_workers: bool = False
+    name: str = setting("tfdist", "name of the job")
+    partition: str = setting("", "partition to run in")
+    account: str = setting("", "account to charge")
+    qos: str = setting("", "quality of service")
+    time: str = setting("", "time limit, such as 4:00:00")
+    mem: str = setting("", "memory of each host, such as 16G")
+    constraint: str = setting("", "features that the hosts must have")
+    output: str = setting("slurm-%j.out", "file for the output of all tasks")
+    python: str = setting(sys.executable, "interpreter on the hosts")
+    directory: str = setting("", "working directory, shared by all hosts; the current one by default")
+    tasks_per_node: int = setting(1, "tasks on each host", least=1)
+    cpus_per_task: int = setting(0, "CPUs for each task; by default the tasks of a node share its CPUs")
+    gpus_per_node: int = setting(0, "GPUs of each host, shared out among the workers there")
+    max_restarts: int = setting(0, "restarts of a job that has failed")
+    max_preemptions: int = setting(100, "restarts of a job that was preempted; not counted as failures")
+    pre_kill_secs: int = setting(
+        120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none", most=65535
+    )
+    port: int = setting(0, "first port of each host; 0 derives it from the job's number", most=65535)
+    grace_period_secs: float = setting(30.0, "seconds for the other tasks after one has failed")
+    quiet_workers: bool = setting(
+        False, "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
+    )
+    task_logs: str = setting("slurm-%j", "directory for files of each task's output; empty for none")
+    sbatch: tuple[str, ...] = setting((), "one more option of sbatch; may be repeated")
+    srun: tuple[str, ...] = setting((), "one more option of srun, such as --mpi=none; may be repeated")
+    setup: tuple[str, ...] = setting((), "shell line before the tasks, such as 'module load cuda'; may be repeated")
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise LaunchError(
                 f"--name is no name for a job; use up to 64 letters, digits, dots and dashes. Received: {self.name!r}"
             )
-        for flag, least in (("tasks_per_node", 1), ("cpus_per_task", 0), ("gpus_per_node", 0)):
-            shape.check_count(flag, getattr(self, flag), least)
-        for flag in ("max_restarts", "max_preemptions"):
-            shape.check_count(flag, getattr(self, flag))
-        if not 0 <= self.pre_kill_secs <= 65535:
-            raise LaunchError(
-                f"--pre_kill_secs is out of Slurm's range; use 0 to 65535. Received: {self.pre_kill_secs}"
-            )
-        if not 0 <= self.port < 65536:
-            raise LaunchError(f"--port is not a port; use 1 to 65535, or 0 to derive it. Received: {self.port}")
         most = min(self.tasks_per_node, len(self.shape.tasks))
         if not self.port and most > MOST_WITHOUT_PORT:
             raise LaunchError(
                 f"--port has to be given for more than {MOST_WITHOUT_PORT} tasks on one host, such as --port=20000. "
                 f"Received: {most} tasks"
             )
-        shape.check_duration("grace_period_secs", self.grace_secs)
         self._check_texts()
-        slurm_job.check_limit(self.options.get("time", ""), self.extra, {}, self.pre_kill_secs)
+        slurm_job.check_limit(*self.used("time"), self.pre_kill_secs)
         workers = min(self.tasks_per_node, len(self.shape.computing))
         if 0 < self.gpus_per_node < workers:
             raise LaunchError(
@@ -136,11 +110,12 @@ class SlurmJob:
             )
 
     def _check_texts(self) -> None:
-        for flag, given, example in (("sbatch", self.extra, "--exclusive"), ("srun", self.srun, "--mpi=none")):
+        for flag, given, example in (("sbatch", self.sbatch, "--exclusive"), ("srun", self.srun, "--mpi=none")):
             for option in given:
                 if not option.startswith("-"):
                     raise LaunchError(f"--{flag} is not an option; write --{flag}={example}. Received: {option!r}")
-        for flag, text in (*self.options.items(), ("directory", self.directory), *(("sbatch", x) for x in self.extra)):
+        texts = [(flag, getattr(self, flag)) for flag in (*_OPTIONS, "directory")]
+        for flag, text in (*texts, *(("sbatch", option) for option in self.sbatch)):
             if any(char in text for char in '\n\r\0"\\'):
                 raise LaunchError(f"--{flag} has a character that a batch script can't hold. Received: {text!r}")
         for text in (*self.command, *self.env.values(), *self.srun, *self.setup):
@@ -152,9 +127,9 @@ class SlurmJob:
         """Number of hosts."""
         return math.ceil(len(self.shape.tasks) / self.tasks_per_node)
 
-    def used(self, name: str) -> str:
-        """Returns the value that sbatch uses for its option `partition` or `output`, in this environment."""
-        return slurm_job.used_by_sbatch(name, self.options.get(name, ""), self.extra, os.environ)[0]
+    def used(self, name: str) -> tuple[str, str]:
+        """Returns the value that sbatch uses for its option `time`, `partition` or `output`, and what sets it."""
+        return slurm_job.used_by_sbatch(name, getattr(self, name), self.sbatch, os.environ)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,14 +181,14 @@ def _block(job: SlurmJob, component: _Component) -> list[str]:
         "ntasks-per-node": str(min(component.ntasks, job.tasks_per_node)),
         "cpus-per-task": str(job.cpus_per_task or ""),
         "gpus-per-node": str(component.gpus_per_node) if component.gpus_per_node else "",
-        **{name: job.options.get(name, "") for name in _OPTIONS},
+        **{name: getattr(job, name) for name in _OPTIONS},
         "chdir": job.directory,
         "open-mode": "append",
         "signal": f"TERM@{job.pre_kill_secs}" if job.pre_kill_secs else "",
     }
     lines = [f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items() if value]
     has_gpus = component.gpus_per_node or not job.gpus_per_node
-    extra = [option for option in job.extra if has_gpus or not option.startswith(_GPU_OPTIONS)]
+    extra = [option for option in job.sbatch if has_gpus or not option.startswith(_GPU_OPTIONS)]
     return [*lines, "#SBATCH --requeue", *(f"#SBATCH {_quoted(option)}" for option in extra)]
 
 
@@ -232,7 +207,7 @@ def _body(job: SlurmJob) -> str:
     )
     srun = ["srun", tasks, *([f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else [])]
     options = ["--distribution=block", "--kill-on-bad-exit=1", "--unbuffered", *job.srun]
-    port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_secs:g}"
+    port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_period_secs:g}"
     quiet = ["--quiet_workers"] * job.quiet_workers
     task = [*python, "tfdist.launchers.slurm.task", *shape_flags, port, grace, *quiet, "--", *job.command]
     exports = tools.shell_exports(job.env) + "".join(f"{line}\n" for line in job.setup)
@@ -251,7 +226,7 @@ def make_output_folders(job: SlurmJob) -> None:
     """
     if job.task_logs and "%" not in (logs := str(pathlib.Path(job.directory, job.task_logs).parent)):
         make_folder("--task_logs", pathlib.Path(logs))
-    output = job.used("output")
+    output, _ = job.used("output")
     folder = pathlib.Path(job.directory, output).parent
     if "%" in str(folder):
         raise LaunchError(
@@ -270,7 +245,7 @@ def cpus_of_nodes(job: SlurmJob, lines: Sequence[str]) -> int:
       lines: partition, CPUs, threads per core and GRES of each node; the default partition ends with an asterisk.
     """
     nodes = [node.groups() for line in lines if (node := _NODE.match(line))]
-    if not job.used("partition"):
+    if not job.used("partition")[0]:
         nodes = [node for node in nodes if node[0].endswith("*")] or nodes
     found, tasks = [], min(job.tasks_per_node, len(job.shape.tasks))
     for _, cpus, threads, gres in nodes:
@@ -284,21 +259,24 @@ def cpus_of_nodes(job: SlurmJob, lines: Sequence[str]) -> int:
 def with_cpus(job: SlurmJob) -> SlurmJob:
     """Returns the job with CPUs per task from its partition's nodes, unless others are set or Slurm refuses them."""
     variables = [name for name in os.environ if name.startswith(("SBATCH_", "SLURM_HINT"))]
-    options = (*job.extra, *job.srun, *(f"--{name.partition('_')[2].lower()}" for name in variables))
+    options = (*job.sbatch, *job.srun, *(f"--{name.partition('_')[2].lower()}" for name in variables))
     is_set = job.cpus_per_task or any(map(_SETS_CPUS.match, options))
     if is_set or not all(map(shutil.which, ("sinfo", "sbatch"))):
         return job
-    chosen = [f"--partition={job.used('partition')}"] if job.used("partition") else []
+    partition, _ = job.used("partition")
+    chosen = [f"--partition={partition}"] if partition else []
+    refusal = ""
     try:
-        text = tools.run_tool(["sinfo", "--noheader", "--Node", *chosen, "--format=%P %c %Z %G"])
-        if cpus := cpus_of_nodes(job, text.splitlines()):
+        nodes = tools.run_tool(["sinfo", "--noheader", "--Node", *chosen, "--format=%P %c %Z %G"])
+        if cpus := cpus_of_nodes(job, nodes.splitlines()):
             sharing = dataclasses.replace(job, cpus_per_task=cpus)
             # Slurm may reserve CPUs of a node, or close some to the partition.
+            refusal = f"sbatch refuses {cpus} of them"
             tools.run_tool(["sbatch", "--test-only"], str(plan(sharing)))
             _log.say(f"--cpus_per_task={cpus}: the tasks of a node share its CPUs")
             return sharing
     except LaunchError as error:
-        _log.say(f"--cpus_per_task is Slurm's default: {' '.join(str(error).split())}")
+        _log.say(f"--cpus_per_task is Slurm's default: {refusal or error}")
     return job
 
 
@@ -339,37 +317,7 @@ def submit(request: SlurmRequest, output: str = "slurm-%j.out") -> int:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    shape.define_flags(values)
-    quiet_help = "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
-    table = {
-        "name": ("tfdist", "name of the job"),
-        "partition": ("", "partition to run in"),
-        "account": ("", "account to charge"),
-        "qos": ("", "quality of service"),
-        "time": ("", "time limit, such as 4:00:00"),
-        "mem": ("", "memory of each host, such as 16G"),
-        "constraint": ("", "features that the hosts must have"),
-        "output": ("slurm-%j.out", "file for the output of all tasks"),
-        "python": (sys.executable, "interpreter on the hosts"),
-        "directory": ("", "working directory, shared by all hosts; the current one by default"),
-        "tasks_per_node": (1, "tasks on each host"),
-        "cpus_per_task": (0, "CPUs for each task; by default the tasks of a node share its CPUs"),
-        "gpus_per_node": (0, "GPUs of each host, shared out among the workers there"),
-        "max_restarts": (0, "restarts of a job that has failed"),
-        "max_preemptions": (100, "restarts of a job that was preempted; not counted as failures"),
-        "pre_kill_secs": (120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none"),
-        "port": (0, "first port of each host; 0 derives it from the job's number"),
-        "grace_period_secs": (30.0, "seconds for the other tasks after one has failed"),
-        "quiet_workers": (False, quiet_help),
-        "task_logs": ("slurm-%j", "directory for files of each task's output; empty for none"),
-        "env": ([], "NAME=VALUE for all tasks; may be repeated"),
-        "sbatch": ([], "one more option of sbatch; may be repeated"),
-        "srun": ([], "one more option of srun, such as --mpi=none; may be repeated"),
-        "setup": ([], "shell line before the tasks, such as 'module load cuda'; may be repeated"),
-        "dry_run": (False, "print the batch script, submit nothing"),
-    }
-    command_line.define(values, table)
-    environment.define_flags(values)
+    shape.define_flags(values, Shape, SlurmJob)
 
 
 def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob:
@@ -378,22 +326,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob
     Raises:
       LaunchError: the job is invalid.
     """
-    same = ("name", "python", "tasks_per_node", "cpus_per_task", "gpus_per_node", "max_restarts", "pre_kill_secs")
-    limits = ("max_preemptions", "port")
-    return SlurmJob(
-        tuple(command),
-        Shape.from_flags(values),
-        **{name: getattr(values, name) for name in (*same, *limits)},
-        grace_secs=values.grace_period_secs,
-        directory=values.directory or str(pathlib.Path.cwd()),
-        env=environment.from_flags(values),
-        quiet_workers=values.quiet_workers,
-        task_logs=values.task_logs,
-        options={name: getattr(values, name) for name in _OPTIONS},
-        extra=tuple(values.sbatch),
-        srun=tuple(values.srun),
-        setup=tuple(values.setup),
-    )
+    return shape.job_from_flags(SlurmJob, values, command, directory=values.directory or str(pathlib.Path.cwd()))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -403,7 +336,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
-    slurm_job.check_limit(values.time, values.sbatch, os.environ, job.pre_kill_secs)
     check_folder("--directory", job.directory, "name one that all hosts share")
     check_command(job.command)
     job = with_cpus(job)
@@ -411,6 +343,6 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
 
     def start() -> int:
         make_output_folders(job)
-        return submit(request, job.used("output"))
+        return submit(request, job.used("output")[0])
 
     return command_line.submit_or_show(values, request, start)

@@ -9,11 +9,9 @@ have the GPUs, then parameter servers, chief and evaluator.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import os
 import pathlib
 import re
@@ -25,57 +23,42 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.cluster import ClusterError, Task
-from tfdist.launchers import command_line, environment, shape
+from tfdist.launchers import command_line, environment
 from tfdist.launchers.requests import LaunchError
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm.exits import EXITS_VARIABLE, LOGS_VARIABLE, REACHES_ALL_VARIABLE, Exits
 from tfdist.launchers.supervise import wrapping
-from tfdist.launchers.supervise.notices import Notices
 from tfdist.launchers.supervise.output import TaskLogs
-
-# Parser of what Slurm writes into SLURM_*: "rack[0-1]n[08-11]-ib,login", and "2(x3),1" tasks on them. `scontrol` has
-# one, but a task may be in a container without it.
-
-
-# Slurm's own limit for one expression.
-MAX_HOSTS = 1 << 16
-_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
-_PART = rf"[^][,\s]|\[{_RANGE}(?:,{_RANGE})*\]"
-_HOSTS = re.compile(rf"(?:{_PART})+(?:,(?:{_PART})+)*", re.ASCII)
-_COUNT = r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?"
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Expands a host list into names, in its order, with repetitions.
+    """Expands Slurm's host list, such as "rack[0-1]n[08-11]-ib,login", into names, in its order, with repetitions.
 
-    Args:
-      text: names with ranges in brackets, separated by commas. A range is padded with zeros to the width of its first
-        number; several brackets in one name count like digits, the last one fastest.
+    `scontrol show hostnames` does the same, but a task may be in a container without it. A range is padded with zeros
+    to the width of its first number; several brackets in one name count like digits, the last one fastest.
 
     Raises:
-      LaunchError: the text is invalid, or names more than 65536 hosts.
+      LaunchError: the text is invalid.
     """
-    hosts: list[str] = []
-    for name in re.findall(rf"(?:{_PART})+", text, re.ASCII) if _HOSTS.fullmatch(text) else ():
-        parts = [_numbers(part) if part[0] == "[" else [part] for part in re.findall(_PART, name, re.ASCII)]
-        if not 0 < math.prod(map(len, parts)) <= MAX_HOSTS - len(hosts):
-            hosts.clear()
-            break
-        hosts += map("".join, itertools.product(*parts))
-    if not hosts:
-        raise LaunchError(f"the host list is not written as Slurm does, such as n[01-04,7],login. Received: {text!r}")
-    return hosts
+    names = re.split(r",(?![^[]*\])", text)
+    try:
+        if not all(re.fullmatch(r"(?:[^][\s]|\[[^][]+\])+", name) for name in names):
+            raise ValueError
+        parts = [map(_expand_part, re.findall(r"\[[^]]+\]|[^[]+", name)) for name in names]
+        return ["".join(each) for name in parts for each in itertools.product(*name)]
+    except ValueError:
+        raise LaunchError(
+            f"the host list is not written as Slurm does, such as n[01-04,7],login. Received: {text!r}"
+        ) from None
 
 
-def _numbers(part: str) -> list[str]:
-    """Expands "[01-04,7]"; [] for more than `MAX_HOSTS`, or a range that runs backwards."""
+def _expand_part(part: str) -> list[str]:
+    """Expands "[01-04,7]"; other text stands for itself."""
+    if not part.startswith("["):
+        return [part]
     numbers: list[str] = []
-    for item in part[1:-1].split(","):
-        first, _, last = item.partition("-")
-        span = range(int(first), int(last or first) + 1)
-        if not 0 < len(span) <= MAX_HOSTS - len(numbers):
-            return []
-        numbers += (f"{number:0{len(first)}d}" for number in span)
+    for first, _, last in (item.partition("-") for item in part[1:-1].split(",")):
+        numbers += (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))
     return numbers
 
 
@@ -83,15 +66,13 @@ def expand_counts(text: str) -> list[int]:
     """Expands Slurm's numbers of tasks per host: "2(x3),1" is [2, 2, 2, 1].
 
     Raises:
-      LaunchError: the text is invalid, or is for more than 65536 hosts.
+      LaunchError: the text is invalid.
     """
     counts: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(_COUNT, item, re.ASCII)
-        times = int(match[2] or 1) if match else 0
-        if match is None or times < 1 or len(counts) + times > MAX_HOSTS:
+        if not (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item, re.ASCII)):
             raise LaunchError(f"the tasks per host are not written as Slurm does, such as 2(x3),1. Received: {text!r}")
-        counts.extend([int(match[1])] * times)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
@@ -168,8 +149,7 @@ def task_environment(step: SlurmProcess, job: Shape, port: int, env: Mapping[str
     ports = _ports(step, port)
     addresses = {task: f"{host}:{ports[i]}" for i, (task, host) in enumerate(zip(tasks, step.hosts, strict=True))}
     task = tasks[step.number]
-    cluster = job.cluster([addresses[member] for member in job.members], task)
-    found = {"TF_CONFIG": cluster.to_tf_config(), "TFDIST_LAUNCHER": "slurm", "PYTHONUNBUFFERED": "1"}
+    found = job.environment("slurm", [addresses[member] for member in job.members], task)
     return task, found | _gpus(step, tasks, job, env)
 
 
@@ -212,7 +192,7 @@ def _gpus(step: SlurmProcess, tasks: Sequence[Task], job: Shape, env: Mapping[st
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the wrapper's flags."""
-    shape.define_flags(values)
+    command_line.define_settings(values, Shape)
     table = {
         "port": (0, "first port of each host; 0 derives it from the job"),
         "grace_period_secs": (30.0, "seconds for the others after one has failed"),
@@ -225,10 +205,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the script as this process' task; returns its exit code."""
     try:
         values, script = command_line.parse(define_flags, arguments)
-        job = Shape.from_flags(values)
+        job = command_line.from_settings(Shape, values)
         step = SlurmProcess.from_environment(os.environ)
         task, env = task_environment(step, job, values.port, os.environ)
-        shape.check_duration("grace_period_secs", values.grace_period_secs)
         folder, attempt = os.environ.get(LOGS_VARIABLE), os.environ.get("TFDIST_ATTEMPT", "0")
         logs = TaskLogs(pathlib.Path(folder), int(attempt), _log.say) if folder else None
     except (LaunchError, ClusterError, flags.Error) as error:
@@ -246,11 +225,7 @@ def main(arguments: Sequence[str]) -> int:
         return not reaches_all
 
     is_muted = values.quiet_workers and task not in job.reporting
-    with contextlib.closing(Notices()) as notices:
-        env |= notices.joining
-        code = wrapping.run_wrapped(command, env, leave, over, str(task), note, is_muted=is_muted, logs=logs)
-        wrapping.about_cluster(code, env["TF_CONFIG"], notices)
-    return code
+    return wrapping.run_wrapped(command, env, leave, over, str(task), note, is_muted=is_muted, logs=logs)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,13 @@ from absl import flags
 
 from tfdist import _log, _sockets
 from tfdist.cluster import Task
-from tfdist.launchers import command_line, environment, local, shape, tools
+from tfdist.launchers import command_line, local, shape, tools
 from tfdist.launchers.environment import VISIBLE
-from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, read_file
-from tfdist.launchers.shape import Shape
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, read_file, setting
+from tfdist.launchers.shape import Shape, SupervisedJob
 from tfdist.launchers.ssh import client as ssh_client
 from tfdist.launchers.ssh.task import ORPHAN_SECS, versions
+from tfdist.launchers.supervise.output import LogSettings
 
 _USAGE = """\
 usage: tfdist launch ssh --hosts=HOST[:SLOTS],... [FLAGS] SCRIPT [ARGUMENTS]
@@ -45,41 +46,27 @@ password.
 
 
 @dataclasses.dataclass(frozen=True)
-class SshJob:
+class SshJob(SupervisedJob):
     """A job on remote machines.
 
     Args:
-      command: the script and its arguments, or "-m", a module and its arguments.
       hosts: the machines; their slots are filled in this order: workers, parameter servers, chief, evaluator.
-      shape: the tasks of the job.
-      directory: working directory of the script on each host.
-      python: the interpreter on the hosts.
-      port: first port of each host, whose tasks have consecutive ports.
-      gpus_per_worker: number of GPUs for each worker; None to leave the host's CUDA_VISIBLE_DEVICES.
-      env: variables added to the environment of the tasks.
-      ssh_options: options of ssh, such as "-p2222".
-      setup: shell command before each task, such as ". venv/bin/activate".
-      grace_secs: time for tasks to end by themselves, and from the first signal to SIGKILL.
-      restarts: limits of restarts.
 
     Raises:
       LaunchError: a value is out of range, or there are too few slots.
     """
 
-    command: tuple[str, ...]
-    hosts: tuple[Host, ...]
-    shape: Shape = dataclasses.field(default_factory=Shape)
-    directory: str = "."
-    python: str = "python3"
-    port: int = 2222
-    gpus_per_worker: int | None = None
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ssh_options: tuple[str, ...] = ()
-    setup: str = ""
-    grace_secs: float = 10.0
-    restarts: Restarts = dataclasses.field(default_factory=Restarts)
+    hosts: tuple[Host, ...] = ()
+    directory: str = setting("", "working directory; the current one by default")
+    python: str = setting(sys.executable, "interpreter on the hosts")
+    port: int = setting(2222, "first port of each host; its tasks count up from there", least=1)
+    gpus_per_worker: int | None = setting(None, "GPUs for each worker; by default what the host shows", int)
+    ssh: tuple[str, ...] = setting((), "one more option of ssh, such as -p2222; may be repeated")
+    setup: str = setting("", "shell command on each host before its tasks, such as '. venv/bin/activate'")
+    preflight_secs: float = setting(30.0, "seconds for each host to answer; 0 skips the check")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         slots = sum(host.slots for host in self.hosts)
         needed = len(self.shape.tasks)
         if slots < needed:
@@ -87,13 +74,9 @@ class SshJob:
                 f"the hosts have too few slots for {needed} tasks; add hosts, or write host:N in --hosts, host slots=N "
                 f"in --hostfile. Received: {slots} slots on {len(self.hosts)} hosts"
             )
-        self.shape.check_restarts(self.restarts)
-        shape.check_duration("grace_period_secs", self.grace_secs)
-        if self.gpus_per_worker is not None:
-            shape.check_count("gpus_per_worker", self.gpus_per_worker)
-        if not 0 < self.port <= 65535 - max(host.slots for host in self.hosts):
+        if self.port > 65535 - max(host.slots for host in self.hosts):
             raise LaunchError(f"--port leaves no port for each slot; use a smaller number. Received: {self.port}")
-        for option in self.ssh_options:
+        for option in self.ssh:
             if not option.startswith("-") or option == "--":
                 raise LaunchError(f"--ssh is no option of ssh; write --ssh=-p2222. Received: {option!r}")
 
@@ -123,23 +106,20 @@ def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
     """
     places = job.places
     addresses = {task: f"{host.address}:{job.port + slot}" for task, (host, slot) in places.items()}
-    common = {"TFDIST_LAUNCHER": "ssh", "PYTHONUNBUFFERED": "1", **job.env}
     visible = _visible_devices(job)
     left, whole = job.shape.without(dropped)
     left_addresses = [addresses[whole[member]] for member in left.members]
     tasks = []
     for task in left.tasks:
-        config = left.cluster(left_addresses, task).to_tf_config()
-        env = {"TF_CONFIG": config, **common, **visible.get(whole[task], {})}
+        env = {**left.environment("ssh", left_addresses, task), **job.env, **visible.get(whole[task], {})}
         login = places[whole[task]][0].login
         client = (sys.executable, "-P", "-m", "tfdist.launchers.ssh.client")
         far = (login, job.python, job.directory, job.setup)
-        command = (*client, *far, *job.ssh_options, "--", *job.command)
+        command = (*client, *far, *job.ssh, "--", *job.command)
         sent = {SENT_PREFIX + name: value for name, value in env.items()}
-        probe = tuple(ssh_client.probe(login, job.ssh_options))
+        probe = tuple(ssh_client.probe(login, job.ssh))
         tasks.append(TaskRequest(str(task), sent, command, login, probe))
-    request = left.request(tasks, job.grace_secs, job.restarts)
-    return dataclasses.replace(request, orphan_secs=ORPHAN_SECS)
+    return dataclasses.replace(job.request(left, tasks), orphan_secs=ORPHAN_SECS)
 
 
 def _visible_devices(job: SshJob) -> dict[Task, dict[str, str]]:
@@ -154,7 +134,7 @@ def _visible_devices(job: SshJob) -> dict[Task, dict[str, str]]:
     return found
 
 
-def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
+def preflight(job: SshJob) -> list[str]:
     """Checks every host before any task starts; returns warnings.
 
     Raises:
@@ -169,27 +149,16 @@ def preflight(job: SshJob, timeout_secs: float = 30.0) -> list[str]:
         if isinstance(ports, list) and isinstance(gpus, int):
             ports.extend([job.port + slot] if task in job.shape.members else [])
             entry["gpus"] = gpus + (job.gpus_per_worker or 0) * (task in job.shape.computing)
-    return check_hosts(asked, job.python, job.ssh_options, versions(), timeout_secs, job.setup)
+    return check_hosts(asked, job.python, job.ssh, versions(), job.preflight_secs, job.setup)
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
-    shape.define_flags(values, num_workers=None)
-    gpu_help = "GPUs for each worker; by default what the host shows"
-    flags.DEFINE_integer("gpus_per_worker", None, gpu_help, flag_values=values)
-    table = {
-        "hosts": ("", "hosts, such as a,user@b:2"),
-        "hostfile": ("", 'file with lines such as "host slots=2"'),
-        "directory": ("", "working directory; the current one by default"),
-        "python": (sys.executable, "interpreter on the hosts"),
-        "port": (2222, "first port of each host; its tasks count up from there"),
-        "env": ([], "NAME=VALUE for all tasks; may be repeated"),
-        "ssh": ([], "one more option of ssh, such as -p2222; may be repeated"),
-        "setup": ("", "shell command on each host before its tasks, such as '. venv/bin/activate'"),
-        "preflight_secs": (30.0, "seconds for each host to answer; 0 skips the check"),
-    }
-    command_line.define(values, table)
-    local.define_run_flags(values, grace_period_secs=10.0)
+    shape.define_flags(values, Shape, SshJob, Restarts, LogSettings)
+    values.set_default("num_workers", None)
+    values["num_workers"].help += "; by default as many as the hosts have slots for"
+    hostfile_help = 'file with lines such as "host slots=2"'
+    command_line.define(values, {"hosts": ("", "hosts, such as a,user@b:2"), "hostfile": ("", hostfile_help)})
 
 
 def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
@@ -204,21 +173,10 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
     hosts = hosts_from_flag(values.hosts) if values.hosts else read_hostfile(values.hostfile)
     if values.num_workers is None:
         values.num_workers = 1
-        values.num_workers = max(1, sum(host.slots for host in hosts) - len(Shape.from_flags(values).tasks) + 1)
-    return SshJob(
-        tuple(command),
-        tuple(hosts),
-        Shape.from_flags(values),
-        directory=values.directory or str(pathlib.Path.cwd()),
-        python=values.python,
-        port=values.port,
-        gpus_per_worker=values.gpus_per_worker,
-        env=environment.from_flags(values),
-        ssh_options=tuple(values.ssh),
-        setup=values.setup,
-        grace_secs=values.grace_period_secs,
-        restarts=local.restarts_from_flags(values),
-    )
+        others = len(command_line.from_settings(Shape, values).tasks) - 1
+        values.num_workers = max(1, sum(host.slots for host in hosts) - others)
+    directory = values.directory or str(pathlib.Path.cwd())
+    return shape.job_from_flags(SshJob, values, command, hosts=tuple(hosts), directory=directory)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -228,15 +186,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
-    shape.check_duration("preflight_secs", values.preflight_secs)
-    logs = local.logs_from_flags(values)
+    logs = command_line.from_settings(LogSettings, values)
     request = plan(job)
     if unused := job.unused:
         names = ", ".join(f"{slots} of {login}" for login, slots in unused.items())
         _log.say(f"slots that no task takes: {names}; leave --num_workers away to use all")
 
     def start() -> int:
-        for warning in preflight(job, values.preflight_secs) if values.preflight_secs else []:
+        for warning in preflight(job) if job.preflight_secs else []:
             _log.say(warning)
         return local.submit_with_secret(functools.partial(plan, job), logs)
 

@@ -431,7 +431,7 @@ class _Submission:
         self._logs = logs
         # By default a name that sorts by time, and is unique among the launchers on this machine.
         run = logs.run or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self._folder = pathlib.Path(logs.directory, run) if logs.directory else None
+        self._folder = pathlib.Path(logs.task_logs, run) if logs.task_logs else None
         self._console = Console(on_broken_pipe=lambda: self.notify(signal.SIGPIPE))
         self._received: list[int] = []
         self._supervisor: Supervisor | None = None
@@ -461,7 +461,7 @@ class _Submission:
                 preemptions += 1
                 if preemptions > restarts.max_preemptions:
                     return self._gives_up(outcome, "--max_preemptions", restarts.max_preemptions)
-                backoff_secs, why = restarts.backoff_secs, f"preemption {preemptions}"
+                backoff_secs, why = restarts.restart_backoff_secs, f"preemption {preemptions}"
             else:
                 failures += 1
                 if failures > restarts.max_restarts:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tfdist import _log
 from tfdist.launchers import environment
-from tfdist.launchers.requests import SENT_PREFIX, LaunchError
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, setting
 
 # Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, at the end of
 # a pass, and for sums that all tasks abort before they raise the same. Other warnings and errors stay, and log files
@@ -158,29 +158,29 @@ _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 class LogSettings:
     """Destination of the tasks' output.
 
-    Args:
-      directory: directory for the log files; None for no files.
-      run: name of this run: a folder in `directory`.
-      tee: whether the output is also printed.
-      quiet_workers: whether only the output of the chief and the evaluator is printed.
-
     Raises:
-      LaunchError: the run's name is invalid, or all output would be lost.
+      LaunchError: the run's name is invalid, its folder exists, or all output would be lost.
     """
 
-    directory: str | None = None
-    run: str = ""
-    tee: bool = True
-    quiet_workers: bool = False
+    task_logs: str | None = setting(None, "directory for files with each task's output", str)
+    run: str = setting("", "folder in --task_logs; the time by default")
+    tee: bool = setting(True, "print the tasks' output, also where it is logged")
+    quiet_workers: bool = setting(
+        False, "print the output of the chief (and evaluator) alone, and the last lines of a task that fails"
+    )
 
     def __post_init__(self) -> None:
         if self.run and not _RUN.fullmatch(self.run):
             raise LaunchError(
                 f"--run is no name for a folder; use letters, digits, dots and dashes. Received: {self.run!r}"
             )
-        if self.directory is None and not self.tee:
+        if self.task_logs is None and not self.tee:
             raise LaunchError(
                 "--notee would lose all output; name a directory with --task_logs. Received: --notee alone"
+            )
+        if self.task_logs and self.run and pathlib.Path(self.task_logs, self.run).exists():
+            raise LaunchError(
+                f"--run names a folder that exists in {self.task_logs}; use another. Received: {self.run!r}"
             )
 
 

@@ -47,12 +47,16 @@ from tfdist.launchers.supervise.output import (
 _PROGRAM = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); runpy.run_module({!r}, None, '__main__')"
 )
+# Options of the interpreter, by their names in `sys.flags`.
+_OPTIONS = {"optimize": "O", "dont_write_bytecode": "B", "ignore_environment": "E", "isolated": "I"}
+_OPTIONS |= {"no_user_site": "s", "no_site": "S"}
 _ROOT = str(pathlib.Path(__file__).resolve().parents[3])
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
     """Returns the command that runs a module with the interpreter, the options and the `sys.path` of this process."""
-    options = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
+    options = [f"-{letter * getattr(sys.flags, flag)}" for flag, letter in _OPTIONS.items() if getattr(sys.flags, flag)]
+    options += [f"-W{each}" for each in sys.warnoptions] + ["-Xutf8"] * sys.flags.utf8_mode
     return [sys.executable, *options, "-P", "-c", _PROGRAM.format(module), json.dumps(_path()), *arguments]
 
 

@@ -51,7 +51,7 @@ def run_wrapped(
 
     Args:
       command: program and arguments.
-      env: variables added to the environment.
+      env: variables added to the environment, TF_CONFIG among them.
       on_exit: called with the exit code while the wrapper still handles signals.
       is_over: called every second. Once it returns True, the command has some time to end by itself, is ended then, and
         counts as successful.
@@ -66,9 +66,11 @@ def run_wrapped(
       The exit code; 128+N if signal N ended the command.
     """
     console = Console() if name else None
-    with Supervisor(
-        console, logs.write if logs else None if name else write_lines, () if is_muted else None
-    ) as supervisor:
+    on_lines = logs.write if logs else None if name else write_lines
+    with (
+        contextlib.closing(Notices()) as notices,
+        Supervisor(console, on_lines, () if is_muted else None) as supervisor,
+    ):
         received, forwarded = [*early], [*early]
 
         def note(signum: int) -> None:
@@ -78,14 +80,15 @@ def run_wrapped(
                 supervisor.wake()
 
         with on_signals(_FORWARDED, note):
-            task = supervisor.start(name or "task", command, {**os.environ, **env})
+            task = supervisor.start(name or "task", command, {**os.environ, **env, **notices.joining})
             code = _wait(supervisor, task, forwarded, is_over)
             task.wait(_DRAIN_SECS)
             if is_muted and code not in (0, TRY_AGAIN_EXIT_CODE) and not received:
                 _log.say(f"the last lines of {name}:", *(f"  {line}" for line in task.tail))
             if on_exit:
                 on_exit(code)
-            return code
+        about_cluster(code, env.get("TF_CONFIG", ""), notices)
+        return code
 
 
 def _wait(supervisor: Supervisor, task: Process, forwarded: Sequence[int], is_over: Callable[[], bool] | None) -> int:
