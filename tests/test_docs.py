@@ -71,8 +71,7 @@ _TABLES = (
     "test_tables_in_shards_train_save_and_restore_as_on_one_device",
 )
 _OVERLAPPING = ("test_calls_within_callbacks_work",)
-_PLAIN_LOOPS = ("test_updates_with_workers_own_gradients_are_by_their_mean", "updated", "plainly_looped")
-_COMMON = ("test_gradients_that_are_the_same_on_all_workers_are_applied_once", "gradients_clipped_after_their_sum")
+_PLAIN_LOOPS = ("test_updates_outside_of_run_are_refused", "updated", "plainly_looped")
 _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "docs/cluster.md": {"`evaluator`": ("test_an_evaluator_works_alone_whether_it_is_listed_or_not",)},
     "docs/parameter_averaging.md": {
@@ -170,10 +169,6 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
                 "test_files_are_read_once_and_predicted_in_order",
             ),
         ),
-        "gradients of a loop that does not use the strategy": _PLAIN_LOOPS,
-        "what `strategy.reduce` or `strategy.gather` returned, as it is": _COMMON,
-        "what is computed of that, such as `tf.clip_by_global_norm`": _COMMON,
-        "a model and an optimizer that were made outside of the scope": ("test_a_worker_may_train_a_model_of_its_own",),
         "another thread: `predict` of the same model": ("test_calls_with_counts_of_the_same_model_are_refused",),
         "another thread: any call of another model": ("test_two_models_train_in_two_threads",),
         "a callback: `evaluate`, `predict`": _OVERLAPPING,

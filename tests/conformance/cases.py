@@ -615,6 +615,8 @@ for _name in guide_loops.NAMES:
 
 # Loops, and variables that a first call makes.
 IN_LOOPS = LOOPS | {name for name in CASES if name.startswith(("first call", "no run"))}
+# Loops that update outside of `strategy.run`, which several workers refuse.
+OUTSIDE_OF_RUN = {name for name in CASES if "no run" in name} | {"loop, gradients_clipped_after_their_sum"}
 # In no suite of `make test`: each is as another that is, but for a detail. `test_cases.py` holds the list.
 SLOW = {
     # `TestBackupWorkers` and `TestSpanningDevices` clip a sum and scale losses in a case of more.

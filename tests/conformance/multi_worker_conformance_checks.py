@@ -11,7 +11,7 @@ import multi_worker_cluster
 import own_models
 import pytest
 from averaging import AveragingEveryStep
-from cases import LOOPS, TRANSFORMS
+from cases import LOOPS, OUTSIDE_OF_RUN, TRANSFORMS
 from conformance import Conformance, pytest_generate_tests  # noqa: F401
 from training import assert_close, with_uneven_pipelines
 
@@ -20,6 +20,7 @@ from tfdist.transport import buckets
 
 
 class Workers(Conformance):
+    left_out = frozenset(OUTSIDE_OF_RUN)
     # A worker's error ends the collectives of all for good.
     test_error_of_an_operation_is_raised_and_the_next_fit_is_clean = None
     test_error_of_the_data_is_raised = None
@@ -50,7 +51,7 @@ class TestMultiWorker(Workers):
 
 
 class TestBackupWorkers(Workers):
-    left_out = LOOPS
+    left_out = LOOPS | OUTSIDE_OF_RUN
     logs_within = 0.1
     quick_tests = frozenset({"test_own_pipelines_of_uneven_parts_count_by_their_examples"})
     quick = frozenset({"unknown length, steps_per_execution", TRANSFORMS[2]})

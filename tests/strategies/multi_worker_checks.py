@@ -424,44 +424,6 @@ def test_different_data_sets_are_refused(strategy: Any) -> None:
         compiled(strategy).fit(X[:rows], Y[:rows], batch_size=8, verbose=0)
 
 
-# Gradients that each worker takes of its own share of the data, outside of `run`.
-
-SHARES = [np.random.default_rng(each).random((2, 8, 3), np.float32) for each in range(2)]
-
-
-def tanh_model() -> keras.Model:
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(3)])
-
-
-def loss_of(model: keras.Model, x: Any, y: Any) -> tf.Tensor:
-    return tf.reduce_mean((model(tf.convert_to_tensor(x)) - y) ** 2)
-
-
-def gradients_of(model: keras.Model, scale: Callable[[Any], Any] = lambda loss: loss) -> list[tf.Tensor]:
-    with tf.GradientTape() as tape:
-        loss = scale(loss_of(model, *SHARES[index()]))
-    return tape.gradient(loss, model.trainable_variables)
-
-
-def step(model: keras.Model, optimizer: Any, scale: Callable[[Any], Any] = lambda loss: loss) -> None:
-    optimizer.apply(gradients_of(model, scale), model.trainable_variables)
-
-
-def made(strategy: Any, optimizer: Callable[[], Any] = lambda: OPTIMIZERS.SGD(0.1)) -> tuple[keras.Model, Any]:
-    with strategy.scope():
-        return tanh_model(), optimizer()
-
-
-def after_one_step(weights: list[np.ndarray]) -> list[np.ndarray]:
-    """The weights of one device, by the mean of the workers' gradients."""
-    alone = tanh_model()
-    alone.set_weights(weights)
-    with tf.GradientTape() as tape:
-        loss = sum(loss_of(alone, *share) for share in SHARES) / 2
-    OPTIMIZERS.SGD(0.1).apply(tape.gradient(loss, alone.trainable_variables), alone.trainable_variables)
-    return alone.get_weights()
-
-
 def test_a_rate_that_one_worker_sets_in_fit_is_refused_after_that_epoch(strategy: Any) -> None:
     class Halving(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -476,78 +438,30 @@ def test_a_rate_that_one_worker_sets_in_fit_is_refused_after_that_epoch(strategy
     assert int(model.optimizer.iterations.numpy()) == 1
 
 
-def test_updates_with_workers_own_gradients_are_by_their_mean(strategy: Any) -> None:
-    model, optimizer = made(strategy)
+def own_step(model: keras.Model, optimizer: Any, reduce: Callable[[Any], Any] = lambda gradient: gradient) -> None:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(tf.convert_to_tensor(X[:4])) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply([reduce(gradient) for gradient in gradients], model.trainable_variables)
 
-    def assert_is_one_step(call: Callable[[], Any], model: keras.Model = model) -> None:
-        expected = after_one_step(model.get_weights())
-        call()
-        assert_close(expected, model.get_weights())
 
-    assert_is_one_step(lambda: step(model, optimizer))
-    assert_is_one_step(lambda: tf.function(step)(model, optimizer))
-    assert_is_one_step(lambda: step(model, OPTIMIZERS.SGD(0.1)))
-    data = iter(tf.data.Dataset.from_tensors(tuple(SHARES[index()])))
-
-    def iterated() -> None:
-        with tf.GradientTape() as tape:
-            loss = loss_of(model, *next(data))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    assert_is_one_step(tf.function(iterated))
-    assert_is_one_step(tf.function(lambda: tf.function(step)(model, optimizer)))
+def test_updates_outside_of_run_are_refused(strategy: Any) -> None:
     with strategy.scope():
-        assert_is_one_step(lambda: step(model, optimizer))
-        assert_is_one_step(lambda: tf.function(step)(model, optimizer))
-
-    @tf.function
-    def repeated(count: tf.Tensor) -> None:
-        for _ in tf.range(count):
-            step(model, optimizer)
-
-    assert_is_one_step(lambda: repeated(tf.constant(1)))
-    scaled, scaling = made(strategy, lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.SGD(0.1), 8.0))
-    assert_is_one_step(lambda: step(scaled, scaling, scaling.scale_loss), scaled)
+        model, optimizer = dense_model(), OPTIMIZERS.SGD(0.1)
     before = model.get_weights()
-    returned = strategy.run(lambda: [v * (index() + 1) for v in model.trainable_variables])
-    optimizer.apply(returned, model.trainable_variables)
-    assert_close([0.85 * weight for weight in before], model.get_weights())
+    for made in (optimizer, OPTIMIZERS.SGD(0.1)):
+        for train in (own_step, tf.function(own_step)):
+            with pytest.raises(RuntimeError, match=r"drift apart\. Call it in the step: for batch in strategy\.exp"):
+                train(model, made)
+    with pytest.raises(RuntimeError, match="drift apart"):
+        own_step(model, optimizer, lambda gradient: strategy.reduce("MEAN", gradient, axis=None))
+    assert_close(before, model.get_weights())
 
 
-def test_gradients_that_are_the_same_on_all_workers_are_applied_once(strategy: Any, both: Both) -> None:
-    model, optimizer = made(strategy, lambda: OPTIMIZERS.Adam(0.1))
-    optimizer.build(model.trainable_variables)
-    model.set_weights([weight + 1 for weight in model.get_weights()])
-    model.trainable_variables[0].assign(model.trainable_variables[0] * 0.5)
-    strategy.run(lambda: step(model, optimizer))
-    tf.function(lambda: strategy.run(lambda: step(model, optimizer)))()
-
-    def reduced() -> list[tf.Tensor]:
-        return [strategy.reduce("MEAN", each, axis=None) for each in strategy.run(lambda: gradients_of(model))]
-
-    optimizer.apply(reduced(), model.trainable_variables)
-    with strategy.scope():
-        optimizer.apply(reduced(), model.trainable_variables)
-    optimizer.apply(tf.clip_by_global_norm(reduced(), 0.5)[0], model.trainable_variables)
-
-    @tf.function
-    def clipped() -> None:
-        gradients, norm = tf.clip_by_global_norm(reduced(), 0.5)
-        if norm > 0.0:
-            decayed = [g + 0.01 * v for g, v in zip(gradients, model.trainable_variables, strict=True)]
-            optimizer.apply(decayed, model.trainable_variables)
-
-    clipped()
-    assert int(optimizer.iterations) == 6
-    tf.nest.map_structure(np.testing.assert_array_equal, *both(model.get_weights()))
-
-
-@pytest.mark.slow
 def test_a_worker_may_train_a_model_of_its_own(strategy: Any) -> None:
     del strategy
     alone = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-    for train in (step, tf.function(step)):
+    for train in (own_step, tf.function(own_step)):
         before = alone.get_weights()
         train(alone, OPTIMIZERS.SGD(0.1))
         assert not np.array_equal(before[0], alone.get_weights()[0])

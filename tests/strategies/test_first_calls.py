@@ -268,7 +268,7 @@ def test_gradients_of_replicas_are_refused_outside_of_run(cpus: list[str]) -> No
     with many.scope():
         weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.5)
     gradient = many.run(lambda: tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))
-    with pytest.raises(RuntimeError, match=r"would let the copies of the model drift apart\. Call it in a step"):
+    with pytest.raises(RuntimeError, match=r"would let the copies of the model drift apart\. Call it in the step"):
         optimizer.apply([gradient], [weight])
     optimizer.apply([many.reduce("SUM", gradient, axis=None)], [weight])
     assert [float(copy) for copy in weight.value.values] == [0.5, 0.5]

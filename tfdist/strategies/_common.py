@@ -21,7 +21,6 @@ from tfdist.compat.keras.scope import (
     allow_loops_without_run,
     build_in_scope,
     carrying_global_seed,
-    mark_common,
     remember_lines,
 )
 from tfdist.compat.tensorflow import graphs, inputs, replicas, variables
@@ -284,12 +283,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
-        reduced = tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
-        return mark_common(reduced)
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """See the stock `gather`."""
-        return mark_common(super().gather(value, axis))
+        return tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
 
     def _built(self, model: keras.Model, batch: Any) -> Any:
         """Builds a model where Keras' own way fails; returns the batch."""
@@ -356,7 +350,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     build_in_scope(strategy, scope.redirected)
     saving.wait_for_variables()
     variables.replace_colocation(strategy, lambda stock: scope.colocating(strategy, strategy.scope, stock))
-    allow_loops_without_run(strategy, strategy._sum_over_workers)
+    allow_loops_without_run(strategy)
     adopt_seed_generators(strategy)
     variables.define_numbers()
 

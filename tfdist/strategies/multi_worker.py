@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist import _forks, _machine
 from tfdist import cluster as clusters
 from tfdist import transforms as gradient_transforms
-from tfdist.compat.keras import calls, saving, scope
+from tfdist.compat.keras import calls, saving
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.tensorflow import collectives, context, inputs, replicas
 from tfdist.coordination import stalls
@@ -330,7 +330,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if key not in self._gathers:
             stock, spec = super().gather, tf.TensorSpec([None] * value.shape.rank, value.dtype)
             self._gathers[key] = tf.function(lambda given: stock(given, axis), input_signature=[spec], autograph=False)
-        return scope.mark_common(self._gathers[key](value))
+        return self._gathers[key](value)
 
     def report(self) -> Report:
         """Returns the counts since the strategy was built, equal on all workers."""

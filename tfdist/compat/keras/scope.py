@@ -289,46 +289,22 @@ def _drawing(original: Any) -> Any:
 # Each is replaced for good where it would have raised, and for the strategies that ask for it.
 #
 # Several workers would each update their own copies with gradients of their own, which neither TensorFlow nor Keras
-# notices outside of the scope. There `optimizer.apply` updates by the mean of the workers' gradients, as it does in
-# Horovod. Results of the strategy's reductions, and of a graph that uses only these and variables, are the same on all
-# workers, and are taken as they are.
+# notices outside of the scope: an error.
 
 
-# An attribute of tensors that are the same on all workers.
-_COMMON = "_tfdist_is_common"
-# Operations whose results are so, whatever their inputs are; and those that a program may mix with them.
-_REDUCTIONS = frozenset({"CollectiveReduceV2", "CollectiveGatherV2"})
-_NEUTRAL = frozenset({"Const", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 # Set in a thread while an `apply` that was checked calls another one, as for loss scaling.
 _checked = threading.local()
 
 
-def allow_loops_without_run(
-    strategy: tf.distribute.Strategy,
-    sum_over_workers: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]] | None = None,
-) -> None:
-    """Makes loops without `run` train this strategy's models.
-
-    Args:
-      strategy: the strategy.
-      sum_over_workers: adds up tensors of all workers, each of which calls it; None if there are no others.
-    """
-    facts = replicas.facts_of(strategy)
-    facts.trains_without_run, facts.sum_over_workers = True, sum_over_workers
+def allow_loops_without_run(strategy: tf.distribute.Strategy) -> None:
+    """Makes loops without `run` train this strategy's models, unless it has other workers."""
+    replicas.facts_of(strategy).trains_without_run = True
     optimizers.allow_cross_replica_updates()
     base = next(each for each in keras.optimizers.Optimizer.__mro__ if "apply" in vars(each))
     for owner in (base, keras.optimizers.LossScaleOptimizer):
         patching.once(owner, "apply", _applying)
     patching.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
     patching.once(backprop, "_handle_or_self", _handle_or_self)
-
-
-def mark_common(value: Any) -> Any:
-    """Notes that tensors are the same on all workers, such as what `strategy.reduce` returns; returns them."""
-    for leaf in tf.nest.flatten(value, expand_composites=True):
-        if isinstance(leaf, tf.Tensor):
-            setattr(leaf, _COMMON, True)
-    return value
 
 
 def take_over(strategy: Any, optimizer: Any) -> None:
@@ -368,7 +344,8 @@ def _applying(original: Any) -> Any:
         if strategy is None or getattr(_checked, "by", None) is strategy:
             return original(self, grads, variables)
         check_made_in_scope(strategy, variables or optimizers.trained_by(self))
-        grads = _same_on_all(self, strategy, list(grads))
+        grads = list(grads)
+        _check_gradients(self, strategy, grads)
         take_over(strategy, self)
         if self._distribution_strategy is not strategy:
             return original(self, grads, variables)
@@ -415,53 +392,15 @@ def _is_on_replica_of(strategy: Any) -> bool:
     return tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context()
 
 
-def _same_on_all(optimizer: Any, strategy: Any, grads: list[Any]) -> list[Any]:
-    """The gradients, with the mean over the workers in place of each that a worker has computed for itself.
-
-    Raises:
-      RuntimeError: They are those of each replica, by which each copy of a variable would be updated otherwise.
-    """
-    if any(isinstance(grad, tf.types.experimental.distributed.PerReplica) for grad in grads):
+def _check_gradients(optimizer: Any, strategy: Any, grads: Sequence[Any]) -> None:
+    """Raises RuntimeError for gradients by which the copies of a variable would be updated differently."""
+    is_of_replicas = any(isinstance(grad, tf.types.experimental.distributed.PerReplica) for grad in grads)
+    if is_of_replicas or replicas.has_other_workers(strategy):
         raise RuntimeError(
-            "optimizer.apply, called outside of strategy.run with the gradients of each replica, would let the copies "
-            "of the model drift apart. Call it in a step that strategy.run is given, or with gradients that "
-            "strategy.reduce has returned. "
-            f"Received: optimizer {optimizer.name!r}, {strategy.num_replicas_in_sync} replicas"
+            "optimizer.apply, called outside of strategy.run, would let the copies of the model drift apart. Call it "
+            "in the step: for batch in strategy.experimental_distribute_dataset(dataset): logs = strategy.run(step, "
+            f"args=(batch,)). Received: optimizer {optimizer.name!r}, {strategy.num_replicas_in_sync} replicas"
         )
-    own = [index for index, grad in enumerate(grads) if not _is_common(grad)]
-    sum_over_workers = replicas.facts_of(strategy).sum_over_workers
-    if not own or sum_over_workers is None or not replicas.has_other_workers(strategy):
-        return grads
-    # Rows that a worker's batch does not touch are zeros to the others.
-    sums = sum_over_workers([tf.convert_to_tensor(grads[index]) for index in own])
-    for index, total in zip(own, sums, strict=True):
-        grads[index] = mark_common(total / tf.cast(replicas.worker_count(strategy), total.dtype))
-    return grads
-
-
-def _is_common(gradient: Any) -> bool:
-    """Returns True if a gradient was reduced over the workers, or computed from reduced values and variables alone."""
-    if gradient is None or isinstance(gradient, tf.types.experimental.distributed.Mirrored):
-        return True
-    seen, waiting, reduced = set[Any](), tf.nest.flatten(gradient, expand_composites=True), False
-    while waiting:
-        each = waiting.pop()
-        outer = graphs.captured_by(each)
-        if outer is not None:
-            waiting.append(outer)
-        elif hasattr(each, _COMMON):
-            reduced = True
-        elif not tf.is_symbolic_tensor(each):
-            return False
-        elif each.op.type in _REDUCTIONS:
-            reduced = True
-        elif each.op.type not in _NEUTRAL and each.op not in seen:
-            if each.op.op_def.is_stateful or not each.op.inputs:
-                return False
-            seen.add(each.op)
-            waiting.extend(each.op.inputs)
-    # A graph of constants alone may have a worker's own data among them.
-    return reduced
 
 
 # Loss scaling

@@ -53,7 +53,6 @@ class StrategyFacts:
       redirect: given the strategy, returns a context in which variables are made in its scope; None to leave it to
         Keras where a layer makes its variables.
       trains_without_run: True if a loop without `strategy.run` may train its models.
-      sum_over_workers: adds up tensors of all workers in such a loop; None if there are no others.
       adopts_seed_generators: True if seed generators that its replicas draw from get variables in its scope.
       counts_as_one_replica: True while a Keras step is traced: `num_replicas_in_sync` is 1 there.
       is_single_batch: variable that is True during a `train_on_batch` or `test_on_batch`.
@@ -63,7 +62,6 @@ class StrategyFacts:
     parts: ReplicaDevices | None = None
     redirect: Callable[[Any], contextlib.AbstractContextManager] | None = None
     trains_without_run: bool = False
-    sum_over_workers: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]] | None = None
     adopts_seed_generators: bool = False
     counts_as_one_replica: bool = False
     is_single_batch: tf.Variable | None = None
