@@ -49,5 +49,5 @@ def test_iterator_ends_as_those_of_tensorflow_do():
 
 def test_handle_can_not_be_unpacked():
     engine = Engine()
-    with pytest.raises(TypeError, match="give it whole to"):
+    with pytest.raises(ValueError, match="a batch that is unpacked"):
         _x, _y = handles.BatchHandle(handles.kind_of(engine, SPEC), None)

@@ -115,13 +115,12 @@ def test_every_copy_is_updated_alike(strategy):
         np.testing.assert_array_equal(first, second, err_msg=variable.path)
 
 
-def test_functions_of_ones_own_get_the_batch_itself(strategy):
-    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8))
-    sums = [strategy.run(lambda data: tf.reduce_sum(data[0]), args=(batch,)) for batch in dataset]
-    found = [float(strategy.reduce("SUM", each, axis=None)) for each in sums]
-    np.testing.assert_allclose(found, [X[start : start + 8].sum() for start in range(0, 45, 8)], rtol=1e-5, atol=1e-5)
-    with pytest.raises(TypeError, match=r"give it whole to strategy\.run"):
-        tuple(next(iter(dataset)))
+def test_batch_that_no_train_step_takes_is_refused(strategy):
+    batch = next(iter(strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(8))))
+    with pytest.raises(ValueError, match=r"logs = strategy\.run\(model\.train_step, args=\(batch,\)\); other data"):
+        strategy.run(tf.reduce_sum, args=(batch,))
+    with pytest.raises(ValueError, match=r"model\.evaluate and model\.predict\. Received: a batch that is unpacked"):
+        tuple(batch)
 
 
 def test_a_decorated_step_follows_the_policy_and_a_function_is_refused(strategy):

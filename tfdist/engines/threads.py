@@ -128,10 +128,6 @@ class ThreadedEngine(Engine):
 
         return make
 
-    def batch(self, handle: BatchHandle) -> Any:
-        """Returns the batch of a handle, as distributed values."""
-        return replica_batches.distributed(handle)
-
     def close(self) -> None:
         """Ends the threads; may be called again."""
         self._end_threads()

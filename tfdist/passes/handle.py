@@ -86,10 +86,20 @@ class BatchHandle(tf.distribute.DistributedValues):
         return refuse_graph("a batch")
 
     def __iter__(self) -> Any:
-        raise TypeError(
-            "Under policies a batch can't be unpacked outside of the replicas; give it whole to "
-            "strategy.run(fn, args=(batch,)) and unpack it inside fn."
-        )
+        raise refused("a batch that is unpacked")
+
+
+def refused(received: str) -> ValueError:
+    """Returns the error about a batch of a policy that is used otherwise than for a train step.
+
+    Args:
+      received: what the loop does with it.
+    """
+    return ValueError(
+        "under policies a batch is for a train step alone: for batch in "
+        "strategy.experimental_distribute_dataset(dataset): logs = strategy.run(model.train_step, args=(batch,)); "
+        f"other data are for model.evaluate and model.predict. Received: {received}"
+    )
 
 
 def check_eager(received: str) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batches that the replicas of one process read, and the handles by which Keras' loop speaks of them.
 
-In a train step each replica takes its own part of the batch in its own thread. For any other function the parts become
-ordinary distributed values.
+In a train step each replica takes its own part of the batch in its own thread.
 """
 
 from __future__ import annotations
@@ -15,16 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat.keras import calls
-from tfdist.compat.tensorflow import replicas
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
-
-
-def distributed(handle: handles.BatchHandle) -> Any:
-    """The batch that a handle stands for as distributed values, outside of graphs."""
-    handles.check_eager("a batch")
-    parts = [handles.without_optionals(part) for part in handle.of.take().parts()]
-    return replicas.values_of_replicas(parts, always_wrap=False)
 
 
 class WholeBatch:
@@ -50,10 +41,6 @@ class WholeBatch:
         size = splitting.static_size(self._batch) or 0
         return size * (replica + 1) // self._num_parts - size * replica // self._num_parts
 
-    def parts(self) -> list[Any]:
-        """The parts of all replicas."""
-        return [splitting.cut(self._batch, part, self._num_parts) for part in range(self._num_parts)]
-
 
 class OwnParts:
     """Parts that each replica reads on demand from its own iterator.
@@ -68,23 +55,16 @@ class OwnParts:
 
     def flat(self, replica: int) -> Sequence[tf.Tensor]:
         """See `WholeBatch.flat`. Raises `tf.errors.OutOfRangeError` at the end of the replica's data."""
-        part = self._next(replica)
+        try:
+            part = next(self._iterators[replica])
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
         self._rows[replica] = splitting.static_size(part) or 0
         return tf.nest.flatten(part, expand_composites=True)
 
     def rows(self, replica: int) -> int:
         """See `WholeBatch.rows`."""
         return self._rows[replica]
-
-    def parts(self) -> list[Any]:
-        """See `WholeBatch.parts`."""
-        return [self._next(replica) for replica in range(len(self._iterators))]
-
-    def _next(self, replica: int) -> Any:
-        try:
-            return next(self._iterators[replica])
-        except StopIteration:
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
 
 
 class ReplicaDataset(handles.CountedDataset):

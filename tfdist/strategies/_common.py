@@ -156,10 +156,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
                 return tf.nest.map_structure(mark_reduced, self._run_timed(step, args[0]))
             args = (self._batch_of_timed(step, args[0]),)
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
-            is_batch = len(args) == 1 and isinstance(args[0], BatchHandle) and not kwargs
-            if is_batch and step.is_bound and step.kind == "train":
-                return tf.nest.map_structure(mark_reduced, args[0].engine.run(step, args[0]))
-            args, kwargs = tf.nest.map_structure(self._batch_of, (args, kwargs))
+            if len(args) != 1 or kwargs or not step.is_bound or step.kind != "train":
+                raise handles.refused(f"strategy.run({fn!r}, ...) with a batch")
+            return tf.nest.map_structure(mark_reduced, args[0].engine.run(step, args[0]))
         if not step.is_bound or len(args) != 1 or kwargs:
             return self._run_function(stock, step, args, kwargs, options)
         if not tf.executing_eagerly():
@@ -191,10 +190,6 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         """The batch of such an element, as distributed values for a function that is no method of the model."""
         del timed
         raise _refused(step.function)
-
-    def _batch_of(self, leaf: Any) -> Any:
-        """The batch that a handle stands for, as distributed values; any other argument as it is."""
-        return leaf.engine.batch(leaf) if isinstance(leaf, BatchHandle) else leaf
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution; see `train_functions.ask_strategies`.
