@@ -459,7 +459,7 @@ def _as_traced(leaf: Any) -> Any:
 
 
 def _key(leaf: Any) -> Any:
-    return f"batch of kind {leaf.kind.number}" if isinstance(leaf, WorkerBatch) else leaf
+    return f"batch of kind {id(leaf.kind)}" if isinstance(leaf, WorkerBatch) else leaf
 
 
 def unused(handles: Sequence[WorkerBatch]) -> Batch | None:
