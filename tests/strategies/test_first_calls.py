@@ -245,6 +245,16 @@ def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) 
     assert float(weight.value.values[1]) == float(weight.value.values[0]) == 0.0
 
 
+def test_loss_scale_without_variables_is_refused_in_a_graph(cpus: list[str]) -> None:
+    many = tfdist.MirroredStrategy(cpus[:2])
+    with many.scope():
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    with pytest.raises(
+        RuntimeError, match=r"call optimizer\.build\(model\.trainable_variables\) in the strategy's scope"
+    ):
+        tf.function(lambda: optimizer.scale_loss(tf.ones([])))()
+
+
 def test_a_loop_without_run_trains_on_one_worker() -> None:
     first_call_models.assert_like_one_device(tfdist.MultiWorkerMirroredStrategy(), plainly_looped, False, True)
 

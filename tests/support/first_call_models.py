@@ -177,6 +177,7 @@ def plainly_looped(strategy: Any, in_scope: bool, in_graph: bool, is_scaled: boo
         optimizer, metric = keras.optimizers.AdamW(0.01), keras.metrics.MeanSquaredError()
         if is_scaled:  # By so much that the first gradients are not finite.
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, 2.0**126, 2)
+            optimizer.build(model.trainable_weights)
 
     def step(x, y):
         with tf.GradientTape() as tape:

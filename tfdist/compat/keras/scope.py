@@ -280,10 +280,9 @@ def _drawing(original: Any) -> Any:
 # step is then a step of one device, with the first replica's copies of the variables. Its update is made on all copies
 # of the process. TensorFlow and Keras refuse four parts of it, none of which has a public seam:
 #
-# - `optimizer.apply` outside of the scope: Keras updates in the context of the caller, not in that of its strategy; -
-# `optimizer.apply` in the scope: see `optimizers`; - a `LossScaleOptimizer`: Keras has all replicas apply
-# together, where there are none; and the scale that its first call
-#   is traced with would be a constant, if the call does not make the optimizer's variables in its graph;
+# - `optimizer.apply` outside of the scope: Keras updates in the context of the caller, not in that of its strategy;
+# - `optimizer.apply` in the scope: see `optimizers`;
+# - a `LossScaleOptimizer`: Keras has all replicas apply together, where there are none;
 # - the gradient tape in the scope: a mirrored variable has no `handle` there, though it is read from the first replica.
 #
 # Each is replaced for good where it would have raised, and for the strategies that ask for it.
@@ -406,43 +405,20 @@ def _check_gradients(optimizer: Any, strategy: Any, grads: Sequence[Any]) -> Non
 # Loss scaling
 
 
-# An attribute of an optimizer: its own variables, made before those that need the model's.
-_EARLY = "_tfdist_early_variables"
-
-
 def _scaling(original: Any) -> Any:
     def scale_loss(self: Any, loss: Any) -> Any:
         strategy = getattr(self, "_distribution_strategy", None)
-        if self.built or tf.executing_eagerly() or not _is_allowed(strategy) or _is_on_replica_of(strategy):
-            return original(self, loss)
-        return loss * tf.cast(_early_variables(self, strategy)["dynamic_scale"], loss.dtype)
+        is_built = self.built or tf.executing_eagerly()
+        if not is_built and _is_allowed(strategy) and not _is_on_replica_of(strategy):
+            # Keras takes the initial scale, which would be a constant of the graph.
+            raise RuntimeError(
+                "LossScaleOptimizer.scale_loss, called outside of strategy.run, needs the optimizer's variables before "
+                "the tf.function is traced: call optimizer.build(model.trainable_variables) in the strategy's scope. "
+                f"Received: optimizer {self.name!r}, which is not built"
+            )
+        return original(self, loss)
 
     return scale_loss
-
-
-def _early_variables(optimizer: Any, strategy: Any) -> dict[str, Any]:
-    """The optimizer's own variables, of which `build` makes no others."""
-    if _EARLY not in vars(optimizer):
-        initializers = {"step_counter": "zeros", "dynamic_scale": keras.initializers.Constant(optimizer.initial_scale)}
-        dtypes = {"step_counter": "int", "dynamic_scale": "float32"}
-        with tf.init_scope(), strategy.scope():
-            made = {
-                name: optimizer.add_variable((), initializer, dtypes[name], aggregation="none", name=name)
-                for name, initializer in initializers.items()
-            }
-        patching.put(optimizer, _EARLY, made)
-        patching.put(optimizer, "build", functools.partial(_build_with, made, optimizer))
-    return vars(optimizer)[_EARLY]
-
-
-def _build_with(made: dict[str, Any], optimizer: Any, var_list: Any) -> None:
-    """Builds an optimizer whose own variables are made already."""
-    patching.put(optimizer, "add_variable", lambda *args, name, **options: made[name])
-    try:
-        type(optimizer).build(optimizer, var_list)
-    finally:
-        patching.remove(optimizer, "add_variable")
-    patching.remove(optimizer, "build")
 
 
 # The gradient tape
