@@ -7,11 +7,12 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import tfdist
-from tfdist.planning.simulation import simulate_policy
+from tfdist.planning.simulation import Simulation, simulate_policy
 from tfdist.policies import Outcome, base
 from tfdist.policies.composition import check_policies
 
@@ -60,16 +61,24 @@ def test_three_replicas_step_by_step():
     assert simulation.updates_per_sec == 0.4
 
 
-def _forgetting(name: str) -> type[tfdist.BackupWorkers]:
-    method = lambda self, *args: None  # noqa: E731
-    given = property(method) if name == "replicas_to_aggregate" else method
-    return type("Forgetting", (tfdist.BackupWorkers,), {name: given, "__module__": "own"})
+def _own(of: type[base.Policy] = tfdist.BackupWorkers, /, **members: object) -> type[Any]:
+    return type("Own", (of,), {**members, "__module__": "own"})
+
+
+def _run(policy: type[Any]) -> Simulation:
+    return simulate_policy(policy(1), lambda replica, attempt: 1.0, 2, 3)
+
+
+@pytest.mark.parametrize("kind", [tfdist.BackupWorkers, tfdist.SoftSync, tfdist.DropStale])
+def test_policies_of_all_kinds_are_simulated(kind: type[Any]):
+    assert len(_run(kind).updates) == 2
 
 
 @pytest.mark.parametrize("name", ["replicas_to_aggregate", "accepts", "updated"])
 def test_own_policy_without_an_answer_is_named_in_one_line(name: str):
-    with pytest.raises(TypeError, match=rf"^Forgetting\.{name} must return [^\n]+\. Received: None$"):
-        simulate_policy(_forgetting(name)(spares=1), lambda replica, attempt: 1.0, 2, 3)
+    method = lambda self, *args: None  # noqa: E731
+    with pytest.raises(TypeError, match=rf"^Own\.{name} must return [^\n]+\. Received: None$"):
+        _run(_own(**{name: property(method) if name == "replicas_to_aggregate" else method}))
 
 
 class _Unmade(tfdist.BackupWorkers):
@@ -84,9 +93,17 @@ class _Unmade(tfdist.BackupWorkers):
         (lambda: check_policies([_Unmade()], ""), "_Unmade.__init__ must begin with super().__init__(...)"),
         (lambda: check_policies([_Unmade], ""), "policies must be a list of policies such as [_Unmade(...)]. Received"),
         (
-            lambda: _forgetting("accept"),
-            "Forgetting.accept: no strategy calls it; did you mean accepts? Else rename it",
+            lambda: _own(accept=lambda self: True),
+            "Own.accept: no strategy calls it; did you mean accepts? Else rename it",
         ),
+        (lambda: _own(tfdist.SoftSync, accepts=int), "Own.accepts: of SoftSync no strategy calls it; derive from Back"),
+        (lambda: _own(replicas_to_aggregate=lambda self: 2), "Own.replicas_to_aggregate must be a property; write @"),
+        (
+            lambda: _run(_own(replicas_to_aggregate=4)),
+            "Own(spares=1): replicas_to_aggregate must be 1 to 3, the replicas.",
+        ),
+        (lambda: _run(_own(replicas_to_aggregate=property(str))), "Own.replicas_to_aggregate must return the number"),
+        (lambda: _run(_own(updated=lambda self, time: 3)), "Own.updated must return the Update that super().updated("),
     ],
 )
 def test_own_policy_that_could_not_work_is_one_line(make: Callable[[], object], words: str):
@@ -94,8 +111,7 @@ def test_own_policy_that_could_not_work_is_one_line(make: Callable[[], object], 
         make()
     assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
     # Names of its own, or inherited ones.
-    assert [_forgetting(name) for name in ("note", "_accept", "alive", "update", "stats")]
-    assert type("Own", (tfdist.BackupWorkers,), {"__module__": "own", "States": dict, "states": dict})
+    assert _own(note=int, _accept=int, alive=int, update=int, stats=int, States=dict, states=dict)
 
 
 def test_the_same_durations_give_the_same_simulation():

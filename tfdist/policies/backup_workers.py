@@ -112,7 +112,7 @@ class BackupWorkers(base.Aggregation):
 
     def __repr__(self) -> str:
         most = "" if self._max_spares is None else f", max_spares={self._max_spares}"
-        return f"BackupWorkers(spares={self._asked!r}{most})"
+        return f"{type(self).__name__}(spares={self._asked!r}{most})"
 
     def begin(self, total_num_replicas: int, strategy: str) -> None:
         """See `Policy.begin`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import difflib
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -27,21 +28,25 @@ from tfdist.policies.records import (
 # Makes the place of the last durations of a replica.
 _empty_window = functools.partial(collections.deque, maxlen=32)
 # Overridable methods with an answer. Without it no gradient would be accepted, or an error would name neither.
-_ANSWERS = {
-    "replicas_to_aggregate": "the number of gradients of an update",
-    "accepts": "True or False",
-    "state": "a dict",
-    "updated": "the Update that super().updated(time) returns",
+_ANSWERS: dict[str, tuple[type, str]] = {
+    "replicas_to_aggregate": (numbers.Integral, "the number of gradients of an update"),
+    "accepts": (object, "True or False"),
+    "state": (dict, "a dict"),
+    "updated": (Update, "the Update that super().updated(time) returns"),
 }
 # What else a user's class may override. A public method with nearly such a name is misspelt, except for `update`.
 _OVERRIDABLE = (*_ANSWERS, "stepped", "shrunk", "lost", "check_replicas", "restore")
 
+_DERIVE = "derive from BackupWorkers or tfdist.policies.Aggregation"
+
 
 def _answering(of: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    kind, meaning = _ANSWERS[name]
+
     @functools.wraps(method)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        if (found := method(*args, **kwargs)) is None:
-            raise TypeError(f"{of.__name__}.{name} must return {_ANSWERS[name]}. Received: None")
+        if (found := method(*args, **kwargs)) is None or not isinstance(found, kind):
+            raise TypeError(f"{of.__name__}.{name} must return {meaning}. Received: {found!r}")
         return found
 
     return answer
@@ -55,11 +60,16 @@ class Policy:
         for name, given in list(vars(cls).items()) if not cls.__module__.startswith("tfdist.") else ():
             getter = given.fget if isinstance(given, property) else None
             is_method = getter or (callable(given) and not isinstance(given, type))
+            inherited = getattr(super(cls, cls), name, None)
+            if name in _OVERRIDABLE and inherited is None:
+                raise TypeError(f"{cls.__name__}.{name}: of {cls.__mro__[1].__name__} no strategy calls it; {_DERIVE}")
+            if is_method and isinstance(inherited, property) and getter is None:
+                raise TypeError(f"{cls.__name__}.{name} must be a property; write @property above it")
             if name in _ANSWERS and getter is not None:
                 setattr(cls, name, property(_answering(cls, name, getter)))
             elif name in _ANSWERS and callable(given):
                 setattr(cls, name, _answering(cls, name, given))
-            elif not is_method or hasattr(super(cls, cls), name) or name.startswith("_") or name == "update":
+            elif not is_method or inherited is not None or name.startswith("_") or name == "update":
                 continue
             elif (close := difflib.get_close_matches(name, _OVERRIDABLE, 1, 0.85)) and close[0] not in vars(cls):
                 raise TypeError(f"{cls.__name__}.{name}: no strategy calls it; did you mean {close[0]}? Else rename it")
@@ -67,6 +77,9 @@ class Policy:
     def __init__(self) -> None:
         self._strategy = ""
         self._total = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
 
     def check_made(self) -> None:
         """Raises TypeError if the constructor of a user's class has not called that of its base class."""
@@ -150,6 +163,14 @@ class Aggregation(Policy):
         self._taking_part: set[int] = set()
         # When each idle replica has delivered its last gradient, later by the time in which no update was wanted.
         self._idle_since: dict[int, float] = {}
+
+    def begin(self, total_num_replicas: int, strategy: str) -> None:
+        """See `Policy.begin`."""
+        super().begin(total_num_replicas, strategy)
+        if not 1 <= (needed := self.replicas_to_aggregate) <= total_num_replicas:
+            raise ValueError(
+                f"{self!r}: replicas_to_aggregate must be 1 to {total_num_replicas}, the replicas. Received: {needed}"
+            )
 
     @property
     def replicas_to_aggregate(self) -> int:

@@ -59,4 +59,4 @@ class Compression(base.Policy):
     def __repr__(self) -> str:
         bound = f", error_bound={self.error_bound!r}" if self.codec == AUTO else ""
         variables = f", variables={self.variables!r}" if self.variables else ""
-        return f"Compression({self.codec!r}{bound}{variables})"
+        return f"{type(self).__name__}({self.codec!r}{bound}{variables})"

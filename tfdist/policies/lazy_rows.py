@@ -20,4 +20,4 @@ class LazyRows(base.Policy):
     """
 
     def __repr__(self) -> str:
-        return "LazyRows()"
+        return f"{type(self).__name__}()"

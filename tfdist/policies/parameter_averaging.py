@@ -80,7 +80,7 @@ class ParameterAveraging(base.Policy):
     def __repr__(self) -> str:
         state = "" if self.optimizer_state == "average" else f", optimizer_state={self.optimizer_state!r}"
         outer = "" if self.outer == "mean" else f", outer={_name(self.outer)}(...)"
-        return f"ParameterAveraging(every_steps={self.every_steps}{state}{outer})"
+        return f"{type(self).__name__}(every_steps={self.every_steps}{state}{outer})"
 
     def check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         """See `Policy.check_replicas`."""

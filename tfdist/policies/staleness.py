@@ -42,7 +42,7 @@ class SoftSync(base.Policy):
         self.updates = updates
 
     def __repr__(self) -> str:
-        return f"SoftSync(updates={self.updates})"
+        return f"{type(self).__name__}(updates={self.updates})"
 
     def check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         """See `Policy.check_replicas`."""
@@ -82,7 +82,7 @@ class StalenessScaling(base.Policy):
 
     def __repr__(self) -> str:
         name = repr(self._rule) if isinstance(self._rule, str) else getattr(self._rule, "__name__", repr(self._rule))
-        return f"StalenessScaling(rule={name})"
+        return f"{type(self).__name__}(rule={name})"
 
     def weight(self, staleness: int) -> float:
         """Returns the weight of a gradient of this staleness.
@@ -125,7 +125,7 @@ class DropStale(base.Policy):
         self.max_staleness = max_staleness
 
     def __repr__(self) -> str:
-        return f"DropStale(max_staleness={self.max_staleness})"
+        return f"{type(self).__name__}(max_staleness={self.max_staleness})"
 
 
 class BoundedStaleness(base.Policy):
@@ -155,4 +155,4 @@ class BoundedStaleness(base.Policy):
         self.bound = bound
 
     def __repr__(self) -> str:
-        return f"BoundedStaleness(bound={self.bound})"
+        return f"{type(self).__name__}(bound={self.bound})"

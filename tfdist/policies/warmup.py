@@ -47,7 +47,7 @@ class Warmup(base.Policy):
         self._begun = 0
 
     def __repr__(self) -> str:
-        return f"Warmup({self.unit}={self.length}{', ramp=True' if self.ramp else ''})"
+        return f"{type(self).__name__}({self.unit}={self.length}{', ramp=True' if self.ramp else ''})"
 
     def opened(self, is_first_of_epoch: bool) -> int:
         """Counts another update that Keras asks for.

@@ -86,7 +86,7 @@ def simulate(
 
 
 def simulate_policy(
-    policy: base.Aggregation,
+    policy: Policy,
     durations: Durations,
     num_updates: int,
     total_num_replicas: int,
@@ -104,7 +104,7 @@ def simulate_policy(
         simulation.updates_per_sec
 
     Args:
-      policy: a policy that belongs to no strategy yet.
+      policy: a policy that belongs to no strategy yet; of `ParameterServerStrategy`, unless it is an `Aggregation`.
       durations: returns the seconds that replica `replica` needs for its gradient number `attempt`, counted from 0 for
         each replica. Called once for each gradient, in the order of their starts.
       num_updates: number of updates to make.
@@ -114,7 +114,12 @@ def simulate_policy(
     Raises:
       RuntimeError: the policy lets no replica start, and no update is due.
     """
-    policy.begin(total_num_replicas, "simulate_policy")
+    if isinstance(policy, base.Aggregation):
+        policy.begin(total_num_replicas, "simulate_policy")
+    else:
+        given = composition.check_policies([policy], engines.PARAMETER_SERVER)
+        composed = composition.compose(given, engines.PARAMETER_SERVER, total_num_replicas)
+        policy = engines.aggregation(engines.PARAMETER_SERVER, composed, total_num_replicas)
     if warmup is not None:
         warmup.begin(total_num_replicas, "simulate_policy")
     loop = EventLoop(policy, durations, warmup=warmup)
