@@ -95,7 +95,7 @@ def gather() -> None:
         path.write_text(text, encoding="utf-8")
     (SITE / "site.css").write_text(_CSS, encoding="utf-8")
     for page in SITE.rglob("*.md"):
-        page.write_text(_with_links_of_the_site(page), encoding="utf-8")
+        page.write_text(_FLAGS.sub(_flags_of_command, _with_links_of_the_site(page)), encoding="utf-8")
 
 
 def api_page(name: str) -> str:
@@ -139,10 +139,10 @@ def flags_page() -> str:
     cli = importlib.import_module("tfdist.cli")
     lines = ["# Flags", "", "Of all commands, as `tfdist COMMAND --help` shows them, and of scripts.", ""]
     for name, module in cli.LAUNCHERS.items():
-        lines += [f"## tfdist launch {name}", "", f"[{_PAGE_OF[name][0]}]({_PAGE_OF[name][1]}) explains it.", ""]
+        lines += [f"## tfdist launch {name}", "", f"[{PAGE_OF[name][0]}]({PAGE_OF[name][1]}) explains it.", ""]
         lines += _flags_of(module)
     for name, module in cli.COMMANDS.items():
-        lines += [f"## tfdist {name}", "", f"[{_PAGE_OF[name][0]}]({_PAGE_OF[name][1]}) explains it.", ""]
+        lines += [f"## tfdist {name}", "", f"[{PAGE_OF[name][0]}]({PAGE_OF[name][1]}) explains it.", ""]
         lines += _flags_of(module)
     lines += [
         "## Of a script",
@@ -153,7 +153,7 @@ def flags_page() -> str:
     return "\n".join([*lines, *_flags_of("tfdist.flags")])
 
 
-_PAGE_OF = {
+PAGE_OF = {
     "local": ("Launching", "launching.md"),
     "ssh": ("Launching by ssh", "launching/ssh.md"),
     "slurm": ("Launching on Slurm", "launching/slurm.md"),
@@ -166,6 +166,15 @@ _PAGE_OF = {
     "simulate": ("Should I distribute?", "scaling.md#tfdist-simulate"),
     "watch": ("Watching a run", "watching.md#in-a-terminal"),
 }
+
+
+# In pages, where `--help` says it to readers of the repository.
+_FLAGS = re.compile("<!-- flags of tfdist (?:launch )?(.*) -->")
+
+
+def _flags_of_command(found: re.Match[str]) -> str:
+    cli = importlib.import_module("tfdist.cli")
+    return "\n".join(_flags_of({**cli.LAUNCHERS, **cli.COMMANDS}[found[1]]))
 
 
 def _flags_of(module: str) -> list[str]:

@@ -35,6 +35,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _NAME = re.compile(r"\btfdist((?:\.[A-Za-z_]\w*)+)")
 _MAKE = re.compile(r"^(?:```\n)?make ([a-z-]+)|`make ([a-z-]+)", re.MULTILINE)
+_COMMANDS = r"pip|python|tfdist|tensorboard|ray|export|sudo|unshare|[A-Z_]+=.*"
 _FLAG = re.compile(r"^\| `--(\w+)", re.MULTILINE)
 _PATH = re.compile(r"`([\w.-]+/[\w./-]*)`")
 _ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -492,11 +493,22 @@ def test_flags_in_tables_exist() -> None:
         assert set(_FLAG.findall(_text(page))) <= known, _id(page)
 
 
-def test_pages_of_a_launcher_have_each_of_its_flags() -> None:
-    for name in cli.LAUNCHERS:
-        pages = [ROOT / "docs" / "launching.md", ROOT / "docs" / "launching" / f"{name}.md"]
-        text = " ".join(_text(page) for page in pages if page.exists())
-        assert [flag for flag in _flags_by_command()[f"launch {name}"] if not re.search(rf"--{flag}\b", text)] == []
+def test_page_of_each_command_has_all_its_flags(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = _ci_module("site_pages")
+    monkeypatch.setattr(pages, "SITE", tmp_path / "site")
+    pages.gather()
+    for command, names in _flags_by_command().items():
+        page = pages.PAGE_OF[command.removeprefix("launch ")][1].partition("#")[0]
+        assert names - {*_FLAG.findall(_text(pages.SITE / "docs" / page))} == set(), command
+
+
+def test_shell_blocks_are_commands_to_copy() -> None:
+    """No output, whose block is `text`, no synopsis, and no name that only a registry without tfdist could know."""
+    for page, (language, code) in _found(_BLOCK):
+        for line in re.sub(r"\\\n", "", code).splitlines() if language == "shell" else ():
+            words = line.split()
+            assert not words or re.fullmatch(_COMMANDS, words[0]), f"{_id(page)}: {line}"
+            assert not re.search(r"\[(FLAGS|ARGUMENTS)\]|pip install '?tfdist", line), f"{_id(page)}: {line}"
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

@@ -83,7 +83,7 @@ class RayJob(SupervisedJob):
     )
     copy: bool = setting(False, "send the current directory to the nodes, as Ray's working_dir")
     directory: str = setting("", "working directory on the nodes; by default what --copy sent, else the current one")
-    runtime_env: str = setting("{}", 'Ray\'s runtime environment, such as \'{"pip": ["tfdist"]}\'')
+    runtime_env: str = setting("{}", 'Ray\'s runtime environment, such as \'{"pip": ["scikit-learn"]}\'')
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -387,7 +387,7 @@ def _reason(error: Exception) -> str:
     """Returns the line of Ray's error that says why, without advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if any("No module named" in line for line in lines):
-        return f'{lines[-1]}; install it on the nodes, or use --runtime_env=\'{{"pip": ["tfdist"]}}\''
+        return f'{lines[-1]}; install it on the nodes, or name a wheel by --runtime_env=\'{{"pip": ["URL"]}}\''
     return lines[-1].partition(" There are some potential")[0][:300]
 
 
