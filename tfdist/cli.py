@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in _HELP:
         return _print(_USAGE, asked=bool(arguments))
-    if arguments[0] in ("-version", "--version"):
+    if arguments[0] in ("-version", "--version", "-V", "version"):
         return _print(f"tfdist {tfdist.__version__}\n", asked=True)
     if arguments[0] in COMMANDS:
         return _call(COMMANDS[arguments[0]], arguments[1:], f"tfdist {arguments[0]}")

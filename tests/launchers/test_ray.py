@@ -47,10 +47,16 @@ def test_missing_resources_are_named_with_free_ones(wanted, free, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"resources_per_worker": "GPU"}, "--resources_per_worker is no JSON object, such as"),
+        (
+            {"resources_per_worker": "GPU"},
+            "--resources_per_worker is no JSON object; write it as --resources_per_worker='{\"CPU",
+        ),
         ({"resources_per_worker": {"CPU": 0}}, "--resources_per_worker must be numbers by name, not all 0"),
         ({"resources_per_worker": {"CPU": "2"}}, "--resources_per_worker must be numbers by name, not all 0, such as"),
-        ({"runtime_env": [1]}, '--runtime_env is no JSON object, such as {"CPU": 1}. Received: 1'),
+        (
+            {"runtime_env": [1]},
+            '--runtime_env is no JSON object; write it as --runtime_env=\'{"pip": ["scikit-learn"]}\'',
+        ),
         ({"strategy": "WIDE"}, "--strategy must be one of PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
         ({"gpus_per_worker": 1}, "unknown flag --gpus_per_worker; did you mean --resources_per_worker='{\"GPU\": 1}'"),
         ({"num_workers": 2, "min_workers": 3}, "--min_workers is out of range"),

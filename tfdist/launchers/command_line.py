@@ -65,6 +65,12 @@ _SYNONYMS = (
     "name job_name J",
     "cpus_per_task c",
     "strategy placement_strategy",
+    "runtime_env runtime_env_json",
+    "name tpu tpu_name",
+    "spot preemptible",
+    "claim | volume volumes pvc v",
+    "network bandwidth",
+    "step_secs step_time",
 )
 # Flags that take what has no flag: names that are surely meant for it, and the value of the flag.
 _HANDING_ON = (
@@ -102,7 +108,15 @@ _NO_FLAG = (
     ("patch", "o|output|f|filename|overrides", "--dry_run prints the manifests, --patch=FILE changes them"),
     ("patch", "rm|i|it|t|tty|stdin|attach|wait|w|watch|follow", "a line at submission has the commands of kubectl"),
     ("gcloud", "worker|command|(num_)?workers|np?|nproc_per_node", "SCRIPT runs on the first host, --setup on all"),
-    ("runtime_env", r"submission_id|no_wait|entrypoint_\w+|metadata_json", "ray job submit has it, before: -- tfdist"),
+    ("patch", "limits|requests", "--cpu, --memory and --gpus_per_worker are of each pod"),
+    ("patch", "task_logs|log_dir|logdir|redirects", "kubectl logs shows the output, which a line at submission names"),
+    ("ssh", "user(name)?|login|slots(_per_host)?|ppn|npernode", "write USER@HOST:SLOTS in --hosts"),
+    ("refresh_secs", "port|host|bind_all", "it writes to the terminal; the page is in TensorBoard"),
+    (
+        "runtime_env",
+        r"head|submission_id|no_wait|entrypoint_\w+|metadata_json",
+        "ray job submit has it, before: -- tfdist",
+    ),
     ("sbatch", "array|a", "a job is one cluster; submit it several times"),
     ("dry_run", r"rdzv_\w+|(master|main_process)_\w+|(node|machine)_rank|standalone|local_addr|nics", _MEET),
     ("dry_run", "same_network|network_interfaces?", _MEET),
@@ -324,7 +338,7 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
         if (flag in values if flag else values.is_gnu_getopt()) and re.fullmatch(names, name):
             return f"{unknown}; {remedy.format(value=value or 'PATH')}"
     is_launcher = "dry_run" in values
-    if is_launcher and "python" not in values and name in ("env", "x", "genv", "python", "directory", "working_dir"):
+    if is_launcher and "env" not in values and name in ("env", "x", "genv", "python", "directory", "working_dir"):
         return f"{unknown}; tasks on this machine have the Python, directory and environment of this command"
     if name.startswith("tfdist_"):
         return f"{unknown}; it is for the script: put it behind the script's name"
@@ -402,10 +416,9 @@ def _illegal(text: str, values: flags.FlagValues, files: Mapping[str, str]) -> s
         return f"--{name} must be one of {', '.join(flag.parser.enum_values)}. {received}"
     if flag.boolean:
         return f"--{name} takes no value; write --{name}, or --no{name}. {received}"
-    if "sbatch" in values and name == "gpus_per_node" and (typed := re.fullmatch(r"\w+:(\d+)", value)):
-        return (
-            f"--{name} is a number; write --{name}={typed[1]} --sbatch=--gpus-per-node={value} for a type. {received}"
-        )
+    if name == "gpus_per_node" and (typed := re.fullmatch(r"(?=.*\d)[A-Za-z]\w*(?::(\d+))?", value)):
+        given = f"--{name}={typed[1] or 1} --sbatch=--gpus-per-node={value}"
+        return f"--{name} is a number; write {given} for a type. {received}"
     kind = re.sub("^(?=number)", "a ", re.sub("^(?=integer)", "an ", flag.parser.syntactic_help))
     example = flag.default or max(1, getattr(flag.parser, "lower_bound", None) or 0)
     return f"--{name} must be {kind}, such as --{name}={example}. {received}"

@@ -113,7 +113,8 @@ def _object(flag: str, text: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise LaunchError(f'--{flag} is no JSON object, such as {{"CPU": 1}}. Received: {text}')
+        example = '{"pip": ["scikit-learn"]}' if flag == "runtime_env" else '{"CPU": 1}'
+        raise LaunchError(f"--{flag} is no JSON object; write it as --{flag}='{example}'. Received: {text}")
     return found
 
 

@@ -338,11 +338,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
     check_folder("--directory", job.directory, "name one that all hosts share")
     check_command(job.command)
-    job = with_cpus(job)
-    request = plan(job)
-
-    def start() -> int:
+    if not values.dry_run:
         make_output_folders(job)
-        return submit(request, job.used("output")[0])
-
-    return command_line.submit_or_show(values, request, start)
+    request = plan(with_cpus(job))
+    return command_line.submit_or_show(values, request, lambda: submit(request, job.used("output")[0]))

@@ -174,6 +174,8 @@ class LogSettings:
             raise LaunchError(
                 f"--run is no name for a folder; use letters, digits, dots and dashes. Received: {self.run!r}"
             )
+        if self.run and not self.task_logs:
+            raise LaunchError(f"--run is a folder in --task_logs; add --task_logs=DIR. Received: --run={self.run}")
         if self.task_logs is None and not self.tee:
             raise LaunchError(
                 "--notee would lose all output; name a directory with --task_logs. Received: --notee alone"
