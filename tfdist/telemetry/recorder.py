@@ -40,7 +40,7 @@ class Recorder:
       names: names of the replicas in reports.
       is_complete: True if each update is recorded when it is made. With averages alone, where each batch is an
         update, those since the last average are recorded with the next one.
-      is_warming: returns True during a warmup phase.
+      is_warming: returns True during a warmup phase; None if there is none.
       sink: receives timed updates, under the recorder's lock; None to drop them.
       on_event: receives changes of the policy, losses and returns of replicas, likewise.
       has_steps: True if steps were added that no policy has decided about.
@@ -49,7 +49,7 @@ class Recorder:
     def __init__(self, names: Sequence[str], is_complete: bool = False) -> None:
         self.names = tuple(names)
         self.is_complete = is_complete
-        self.is_warming: Callable[[], bool] = lambda: False
+        self.is_warming: Callable[[], bool] | None = None
         self.sink: Sink | None = None
         self.on_event: OnEvent | None = None
         self.has_steps = False
@@ -73,7 +73,7 @@ class Recorder:
         with self._lock:
             self._updates += 1
             # Of the phase, only the time now is right.
-            self._records.append((update, examples, int(self.is_warming())))
+            self._records.append((update, examples, int(self.is_warming is not None and self.is_warming())))
             if len(self._records) >= _MOST_PENDING:
                 self.flush()
             if self.on_event is not None:
@@ -87,7 +87,7 @@ class Recorder:
         with self._lock:
             self.flush()
             self._updates += len(updates)
-            phase = np.full(len(updates), self.is_warming())
+            phase = np.full(len(updates), self.is_warming is not None and self.is_warming())
             self._add(updates.replace(step=self._updates + 1 - np.arange(len(updates), 0, -1), phase=phase), rows, True)
 
     def add_untimed(self, updates: int) -> None:
@@ -116,18 +116,16 @@ class Recorder:
         """Gives the sink what it has not received yet."""
         with self._lock:
             records, self._records = self._records, []
-            first = self._updates - len(records)
             # The engine of a warmup phase doesn't time its updates; the callback times them, by Keras' steps.
-            for is_timed in (False, True):
-                found = [
-                    UpdateRecord(
-                        first + number, made.time, made.opened_secs, made.wait_secs, examples, phase, _rows(made)
-                    )
-                    for number, (made, examples, phase) in enumerate(records, 1)
-                    if bool(made.time) == is_timed
-                ]
+            untimed, timed = list[UpdateRecord](), list[UpdateRecord]()
+            for number, (made, examples, phase) in enumerate(records, self._updates - len(records) + 1):
+                is_complete = len(made.contributions) >= len(made.contributors) + len(made.dropped)
+                rows = made.contributions if is_complete else _rows(made)
+                facts = number, made.time, made.opened_secs, made.wait_secs, examples, phase, rows
+                (timed if made.time else untimed).append(UpdateRecord(*facts))
+            for found in (untimed, timed):
                 if found:
-                    self._add(*of_records(found), is_timed)
+                    self._add(*of_records(found), found is timed)
 
     def _add(self, updates: Updates, rows: Contributions, is_timed: bool) -> None:
         self._columns.append((updates, rows))
@@ -174,9 +172,7 @@ class Recorder:
 
 
 def _rows(update: Update) -> Sequence[Contribution]:
-    """Returns the gradients of an update, with those that are known by their outcome alone."""
-    if len(update.contributions) >= len(update.contributors) + len(update.dropped):
-        return update.contributions
+    """Returns the gradients of an update, of which some are known by their outcome alone."""
     known = [(each.replica, each.outcome) for each in update.contributions]
     found = list(update.contributions)
     for replicas, outcome in ((update.contributors, Outcome.ACCEPTED), (update.dropped, Outcome.DROPPED)):

@@ -162,18 +162,15 @@ class Scalars(Columns):
 def of_records(records: Sequence[UpdateRecord]) -> tuple[Updates, Contributions]:
     """Returns updates as columns, on the same clock."""
     counts = np.array([len(each.contributions) for each in records], np.int32)
-    rows = [(*each[:6], each.reduce) for each in records]
-    step, time, opened, wait, examples, phase, reduce = np.array(rows, np.float64).reshape(-1, 7).T
+    facts = [(*each[:6], each.reduce) for each in records]
+    step, time, opened, wait, examples, phase, reduce = np.array(facts, np.float64).reshape(-1, 7).T
     updates = Updates.of(
         step=step, time=time, opened=opened, wait=wait, examples=examples, phase=phase, count=counts, reduce=reduce
     )
-    gradients = itertools.chain.from_iterable(each.contributions for each in records)
     # Fields with a default may be left away.
-    flat = itertools.chain.from_iterable(each if len(each) == 8 else (*each, 0.0) for each in gradients)
-    total = int(counts.sum())
-    worker, start, arrival, outcome, staleness, weight, held, inputs = (
-        np.fromiter(flat, np.float64, 8 * total).reshape(total, 8).T
-    )
+    rows = [each if len(each) == 8 else (*each, 0.0) for record in records for each in record.contributions]
+    flat = np.fromiter(itertools.chain.from_iterable(rows), np.float64, 8 * len(rows))
+    worker, start, arrival, outcome, staleness, weight, held, inputs = flat.reshape(-1, 8).T
     made = np.repeat(time, counts)
     contributions = Contributions.of(
         worker=worker,
