@@ -30,13 +30,12 @@ def test_no_more_steps_are_under_way_than_the_window_holds() -> None:
         gate = Gate()
         program = FakeProgram(cluster, lambda: gate())
         for _ in range(engine.window):
-            engine.make_room()
             engine.start(program, [], None)
-        waiting = threading.Thread(target=engine.make_room)
+        waiting = threading.Thread(target=engine.step, args=(program, [], None, False))
         waiting.start()
         gate.wait_for(2)
         waiting.join(timeout=0.05)
-        assert waiting.is_alive()
+        assert len(engine._queue.pending) == engine.window
         gate.open()
         waiting.join(timeout=30)
         assert not waiting.is_alive()

@@ -37,7 +37,7 @@ def test_an_error_reaches_the_caller_once_with_its_own_type_and_message() -> Non
         with pytest.raises(ValueError, match=r"^my own message$"):
             passed.run()
         engine.barrier(writes=False)
-        engine.make_room()
+        assert engine.call(FakeProgram(cluster, lambda: 0), [], None)
 
 
 def test_error_of_what_follows_updates_reaches_the_caller() -> None:

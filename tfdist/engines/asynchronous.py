@@ -4,12 +4,11 @@
 How a step flows:
 
     Keras' loop (chief, main thread)    a worker's thread (chief)       the worker's process
-      next(iterator)  make_room():
-                      waits until fewer
-                      than `window` steps
-                      are under way
-      the function of step(): queues a
-      the strategy    closure        -->  takes the next closure,   -->  the traced step: reads its batch
+      the function of step(): waits until
+      the strategy    fewer than `window`
+                      steps are under
+                      way, queues a
+                      closure        -->  takes the next closure,   -->  the traced step: reads its batch
                       and returns         runs its Program               and the variables, updates the
                       the newest logs     on its worker             <--  variables (on the parameter servers)
       metric.result() barrier(): waits
@@ -158,10 +157,8 @@ class AsynchronousEngine(Engine):
         def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
             nonlocal flat, logs
             feed = iterator.feed
-            program, tensors = program_for(feed.in_step), ()
-            if feed.by_chief:
-                tensors = feed.next_batch()
-                feed.redeem()
+            program = program_for(feed.in_step)
+            tensors = iterator.chief_batch(feed) if isinstance(feed, ChiefFeed) else ()
             newest = self.step(program, tensors, feed, iterator.is_last, trains, iterator.count)
             if newest is not flat:
                 flat, logs = newest, program.rebuild(newest)
@@ -203,9 +200,8 @@ class AsynchronousEngine(Engine):
             return self.call(program, tensors, None)
         feed = batch.iterator.decide(by_chief=False)
         if isinstance(feed, ChiefFeed):
-            batch.on_chief = feed.next_batch()
+            batch.on_chief = batch.iterator.chief_batch(feed)
             tensors = batch.on_chief + tensors
-            feed.redeem()
         if kind in ("train", "test") or not program.dtypes:
             return self.step(program, tensors, feed, batch.iterator.is_last, kind == "train", batch=batch)
         return self.call(program, tensors, feed, batch)
@@ -223,12 +219,6 @@ class AsynchronousEngine(Engine):
 
     # Steps of the main thread.
 
-    def make_room(self) -> None:
-        """Waits until another step may be queued. Raises the error of an earlier step."""
-        queue = self._queue
-        if queue.has_news or len(queue.pending) >= self.window:
-            queue.wait_until(fewer_than=self.window)
-
     def step(
         self,
         program: Program,
@@ -239,7 +229,7 @@ class AsynchronousEngine(Engine):
         count: int = 1,
         batch: Batch | None = None,
     ) -> list[np.ndarray]:
-        """Queues a step whose result is a running total, such as Keras' logs.
+        """Queues a step whose result is a running total, such as Keras' logs, once fewer than `window` are under way.
 
         Args:
           program: The traced step.
@@ -256,11 +246,13 @@ class AsynchronousEngine(Engine):
 
         Raises:
           tf.errors.OutOfRangeError: No worker has data left.
+          Exception: the error of an earlier step.
         """
         queue = self._queue
-        if last:
-            # The result must include all earlier steps, which may finish in another order than they began.
-            queue.wait_until()
+        # The result of the last one must include all earlier steps, which may finish in another order than they began.
+        fewer_than = 1 if last else self.window
+        if queue.has_news or len(queue.pending) >= fewer_than:
+            queue.wait_until(fewer_than=fewer_than)
         step = QueuedStep(program, tensors, feed, is_update=is_update, batch=batch, count=count)
         if isinstance(feed, WorkerFeed) and not feed.is_counted:
             step.took_batch = concurrent.futures.Future()

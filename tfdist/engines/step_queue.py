@@ -28,7 +28,7 @@ from tfdist.compat.tensorflow import coordinator as closures
 from tfdist.coordination import keepalive
 from tfdist.engines.accumulation import GradientSums
 from tfdist.engines.worker_function import Program
-from tfdist.passes.worker_pass import Batch, Feed, WorkerFeed
+from tfdist.passes.worker_pass import Batch, Feed, Piece, WorkerFeed
 from tfdist.policies import Contribution, Outcome, Update
 
 # Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
@@ -117,10 +117,7 @@ class StepQueue:
                     if is_met:
                         break
             if step is not None:
-                with self._changed:
-                    step.queued = True
-                    self._changed.notify_all()
-                self._schedule(step)
+                self.put(step)
             elif self._error is not None:
                 self._raise_error()
             elif closures.has_failed(self._coordinator):
@@ -190,7 +187,9 @@ class StepQueue:
     # Queuing and running.
 
     def put(self, step: QueuedStep, needs_logs: bool | None = None) -> bool:
-        """Queues a step; only the main thread may call it.
+        """Queues a step, or queues it again; only the main thread may call it.
+
+        The coordinator waits for closures, and raises their errors, in that thread.
 
         Args:
           step: the step.
@@ -211,14 +210,8 @@ class StepQueue:
             self.pending.add(step)
             step.queued = True
             self._changed.notify_all()
-        self._schedule(step)
-        return step.wants_logs
-
-    def _schedule(self, step: QueuedStep) -> None:
-        """Schedules a closure. Main thread only: the coordinator waits for closures, and raises their errors, there."""
-        feed, accumulation = step.feed, step.program.accumulation
+        feed, accumulation, on_workers = step.feed, step.program.accumulation, None
         try:
-            on_workers = None
             if isinstance(feed, WorkerFeed):
                 on_workers = feed.on_workers or feed.begin()
             sums = accumulation.on_workers if accumulation else None
@@ -226,24 +219,27 @@ class StepQueue:
         except BaseException:
             self.forget_steps()
             raise
+        return step.wants_logs
 
     def _execute(self, step: QueuedStep, iterator_on_worker: Any, sums: GradientSums | None) -> None:
         """Runs a step; in the thread of the worker that took it."""
-        worker = closures.thread.worker
+        worker, feed, piece = closures.thread.worker, step.feed, None
         with self._changed:
             if step not in self.pending:
                 return
             step.queued = False
             step.local_step = self._updates
             step.started_at = self._clock()
-            count = self._available(step, worker, step.count)
-            if count > 0:
+            if isinstance(feed, WorkerFeed):
+                piece = feed.claim(worker, self._unnoticed)
+            has_data = piece is not None or not isinstance(feed, WorkerFeed)
+            if has_data:
                 self._running.add(worker)
-        if count <= 0:
+        if not has_data:
             self._hand_back(step, worker)
             return
         try:
-            self._run(step, worker, count, iterator_on_worker, sums)
+            self._run(step, worker, piece, iterator_on_worker, sums)
         except Exception as error:
             if closures.is_task_failure(error):
                 self._lose(step, worker)
@@ -284,12 +280,15 @@ class StepQueue:
             self._changed.notify_all()
 
     def _run(
-        self, step: QueuedStep, worker: int, count: int, iterator_on_worker: Any, sums: GradientSums | None
+        self, step: QueuedStep, worker: int, piece: Piece | None, iterator_on_worker: Any, sums: GradientSums | None
     ) -> None:
-        feed, inputs, batch = step.feed, step.tensors, None
-        if isinstance(feed, WorkerFeed):
-            source = feed.source(worker, iterator_on_worker)
+        """Makes as many of the steps of an execution as the piece, that the worker has claimed, has batches."""
+        feed, inputs, batch, count = step.feed, step.tensors, None, step.count
+        if isinstance(feed, WorkerFeed) and piece is not None:
+            is_own = piece is feed.pieces.own[worker]
+            source = iterator_on_worker if is_own else feed.opened(worker, piece)
             if feed.in_step:
+                count = count if piece.left is None else min(count, piece.left)
                 inputs = [source, *inputs]
             elif (batch := self._batch(step, source)) is None:
                 self._hand_back(step, worker)
@@ -377,7 +376,21 @@ class StepQueue:
             self._updates += 1
             # Updates of several workers may be made in any order.
             opened_secs, self._updated_at = max(0.0, start + secs - self._updated_at), start + secs
-            self._on_update(Update.of_one(self._updates, gradient, tuple(ended), opened_secs))
+            self._on_update(
+                Update(
+                    self._updates,
+                    contributors=(worker,),
+                    dropped=(),
+                    staleness=(staleness,),
+                    wait_secs=0.0,
+                    spread_secs=0.0,
+                    changes=(),
+                    weights=(1.0,),
+                    contributions=(*ended, gradient),
+                    time=gradient.arrival,
+                    opened_secs=opened_secs,
+                )
+            )
         # The rest of the execution may go to another worker.
         step.started_at = now
 
@@ -406,19 +419,9 @@ class StepQueue:
     def _no_worker_has_data(self, step: QueuedStep) -> bool:
         return isinstance(step.feed, WorkerFeed) and step.feed.pieces.have_ended(self._gone())
 
-    def _available(self, step: QueuedStep, worker: int, wanted: int) -> int:
-        """Returns how many of so many batches `worker` may take now: of its share, or of that of a lost worker.
-
-        Only that worker's thread calls this, with the lock.
-        """
-        feed = step.feed
-        if not isinstance(feed, WorkerFeed):
-            return wanted
-        if worker not in feed.pieces.held:
-            # The coordinator may have found a worker dead that no step has met.
-            for gone in self._gone() - self._running:
-                feed.release(gone)
-        return feed.available(worker, wanted)
+    def _unnoticed(self) -> set[int]:
+        """Returns lost workers, those included that the coordinator has found dead, and that no step has met."""
+        return self._gone() - self._running
 
     def _gone(self) -> set[int]:
         """Returns the workers that are lost now, those that the coordinator lost between two steps included."""
@@ -441,7 +444,12 @@ class StepQueue:
     def _has_work(self, worker: int) -> bool:
         """Returns True if a step waits that the worker can make, or must drop because no worker can make it."""
         return any(
-            step.queued and (self._available(step, worker, 1) > 0 or self._no_worker_has_data(step))
+            step.queued
+            and (
+                not isinstance(step.feed, WorkerFeed)
+                or step.feed.claim(worker, self._unnoticed) is not None
+                or self._no_worker_has_data(step)
+            )
             for step in self.pending
         )
 

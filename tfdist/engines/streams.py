@@ -277,8 +277,10 @@ class WorkerStreamFeed(Feed):
         """Returns the iterator over the piece of `worker`, or over a piece without a reader; None at the end."""
         with self._lock:
             piece = self._feed.pieces.claim(worker)
+        if piece is None:
+            return None
         # Only this worker's thread opens it.
-        return None if piece is None else self._feed.source(worker, self._own[worker])
+        return self._own[worker] if piece is self._feed.pieces.own[worker] else self._feed.opened(worker, piece)
 
     def used(self, worker: int) -> None:
         """Notes that the last `take` of `worker` was used in a contribution."""

@@ -99,6 +99,8 @@ class Program:
         self._packing = Packing()
         self._transfer = transfer or plan.TransferPlan("plain")
         self.accumulation = accumulation
+        # Packs a flat result into the structure that `fn` returned.
+        self.rebuild = self._packing.rebuild
         self.run = self.run_silently = self._trace(self._on_worker)
         self._several: Callable[..., list[tf.Tensor]] | None = None
         # By worker, on the parameter server: the number of all updates before and after each of several steps.
@@ -219,10 +221,6 @@ class Program:
     def batch_in(self, outputs: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         """Returns the batch of `run`, on its device; empty unless a custom loop may use it again."""
         return outputs[self._packing.num_outputs :] if self._keeps_batch else ()
-
-    def rebuild(self, flat: Sequence[Any]) -> Any:
-        """Packs a flat result into the structure that `fn` returned."""
-        return self._packing.rebuild(flat)
 
     def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
         traced = one_replica.trace(self._strategy, on_worker, self._input_specs())

@@ -25,8 +25,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -40,10 +40,6 @@ from tfdist.passes.worker_dataset import WorkerDataset
 
 class Steps(Protocol):
     """The part of an engine that a pass needs."""
-
-    def make_room(self) -> None:
-        """Waits until another step may be queued."""
-        ...
 
     def barrier(self, writes: bool) -> None:
         """Waits for all steps queued so far."""
@@ -60,7 +56,7 @@ class Piece:
 
     Attributes:
       share: index of the worker whose share it is.
-      size: number of its batches; None if not known.
+      left: number of its batches that no step was made of; None if not known.
       start: position of its first batch in the share.
       step: distance of its batches in the share.
       used: number of its batches that steps were made of.
@@ -68,7 +64,7 @@ class Piece:
     """
 
     share: int
-    size: int | None
+    left: int | None
     start: int = 0
     step: int = 1
     used: int = 0
@@ -78,11 +74,6 @@ class Piece:
     def position(self) -> int:
         """Position in the share of its next batch."""
         return self.start + self.used * self.step
-
-    @property
-    def left(self) -> int | None:
-        """Number of batches that are not used; None if not known."""
-        return None if self.size is None else self.size - self.used
 
     def divided(self, parts: int) -> list[Piece]:
         """Returns the rest, by turns, as at most so many pieces of at least one batch, or of unknown size."""
@@ -152,8 +143,10 @@ class Pieces:
     def used(self, worker: int, count: int = 1) -> None:
         """Notes that steps of `worker` have used so many batches of its piece."""
         self.num_used += count
-        if worker in self.held:
-            self.held[worker].used += count
+        if (piece := self.held.get(worker)) is not None:
+            piece.used += count
+            if piece.left is not None:
+                piece.left -= count
 
     def end(self, worker: int) -> None:
         """Notes that the piece of `worker` has no batch left."""
@@ -227,27 +220,26 @@ class WorkerFeed:
             self._number_read = self._dataset.passes_read
         return self.on_workers
 
-    def available(self, worker: int, wanted: int) -> int:
-        """Returns how many of so many batches `worker` may have left in one piece."""
-        while (piece := self.pieces.claim(worker)) is not None:
-            # Of data sets that a user made for each worker, some may be endless and others of unknown length.
-            if not self.in_step or piece.left is None:
-                return wanted
-            if piece.left:
-                return min(wanted, piece.left)
-            self.pieces.end(worker)
-        return 0
-
-    def source(self, worker: int, own: Any) -> Any:
-        """Returns the iterator over the piece that `worker` has claimed; called in its thread.
+    def claim(self, worker: int, lost: Callable[[], Collection[int]]) -> Piece | None:
+        """Returns the piece that `worker` reads, which has a batch left or is of unknown length; None if there is none.
 
         Args:
           worker: its index.
-          own: the iterator over its own share.
+          lost: returns workers that were lost; called if it has read its piece to the end.
         """
-        piece = self.pieces.held[worker]
-        if piece is self.pieces.own[worker]:
-            return own
+        piece = self.pieces.held.get(worker)
+        if piece is None:
+            for each in lost():
+                self.release(each)
+            piece = self.pieces.claim(worker)
+        # Of data sets that a user made for each worker, some may be endless and others of unknown length.
+        while piece is not None and piece.left == 0 and self.in_step:
+            self.pieces.end(worker)
+            piece = self.pieces.claim(worker)
+        return piece
+
+    def opened(self, worker: int, piece: Piece) -> Any:
+        """Returns the iterator of `worker`, in whose thread this is called, over a piece of another share."""
         opened, iterator = self._opened.get(worker, (None, None))
         if opened is not piece:
             place = piece.share, piece.position, piece.step
@@ -399,6 +391,8 @@ class WorkerIterator(HandleIterator):
 
     Attributes:
       feed: who reads the batches; None until it is decided.
+      is_last: True if the last handle was the last one of the pass. If the chief reads data of unknown length, that is
+        known once the batch of the handle is taken (`chief_batch`).
     """
 
     def __init__(self, engine: Steps, dataset: WorkerDataset, by_execution: bool = False):
@@ -414,6 +408,7 @@ class WorkerIterator(HandleIterator):
         self._cardinality = dataset.cardinality
         self._handles_given = 0
         self.feed: Feed | None = None
+        self.is_last = False
 
     @property
     def element_spec(self) -> Any:
@@ -438,44 +433,43 @@ class WorkerIterator(HandleIterator):
         is_cut = self._loop == "fit" and dataset.lives_in_python
         return ChiefFeed(dataset.local_iterator(self.number), dataset.num_parts if is_cut else 1)
 
-    @property
-    def is_last(self) -> bool:
-        """True if the last handle was the last one of the pass."""
-        feed = self.feed
-        if self._handles_given == self._cardinality or (feed is not None and feed.ended):
-            return True
-        # If the chief feeds, it can check for another batch.
-        is_open = feed is not None and feed.by_chief and self._cardinality == tf.data.UNKNOWN_CARDINALITY
-        return is_open and not cast(ChiefFeed, feed).has_next(self._handles_given)
-
     def next_handle(self) -> WorkerBatch | None:
         """See `HandleIterator`."""
         check_eager("next(iterator)")
         # A user's loop ends at the end of the data, which only a reader detects.
         if self._loop == "predict" or (not self._loop and self._cardinality == tf.data.UNKNOWN_CARDINALITY):
             self.decide(by_chief=True)
-        self.count = self._give(1)
-        return WorkerBatch(self.dataset.kind, Batch(self)) if self.count else None
+        has_next = self.take_handle(1, decides=False) is not None
+        return WorkerBatch(self.dataset.kind, Batch(self)) if has_next else None
 
-    def take_handle(self, wanted: int) -> WorkerBatch | None:
-        """See `HandleIterator.take_handle`: one handle for several batches where a worker reads its share by itself."""
-        feed = self.feed
-        if feed is None:
-            feed = self.decide(by_chief=self._loop != "fit")
-        self.count = self._give(wanted if self._by_execution and feed.in_step else 1)
-        return self.dataset.next_one if self.count else None
+    def take_handle(self, wanted: int, decides: bool = True) -> WorkerBatch | None:
+        """See `HandleIterator.take_handle`: one handle for several batches where a worker reads its share by itself.
 
-    def _give(self, wanted: int) -> int:
-        """Counts the batches of one more handle, at most `wanted`; returns 0 at the end of the data."""
-        self._engine.make_room()
+        Args:
+          wanted: number of batches, at most.
+          decides: False if the first use of a batch decides about the feed.
+        """
         given, feed = self._handles_given, self.feed
         if given == self._cardinality:
-            return 0
-        if feed is not None and (feed.ended if not feed.by_chief else not cast(ChiefFeed, feed).has_next(given)):
-            return 0
-        count = wanted if wanted == 1 or self._cardinality < 0 else min(wanted, self._cardinality - given)
-        self._handles_given += count
-        return count
+            return None
+        if feed is None and decides:
+            feed = self.decide(by_chief=self._loop != "fit")
+        if feed is not None and (not feed.has_next(given) if isinstance(feed, ChiefFeed) else feed.ended):
+            return None
+        if feed is None or not (self._by_execution and feed.in_step):
+            wanted = 1
+        self.count = min(wanted, self._cardinality - given) if self._cardinality > 0 else wanted
+        self._handles_given = given = given + self.count
+        self.is_last = given == self._cardinality
+        return self.dataset.next_one
+
+    def chief_batch(self, feed: ChiefFeed) -> list[tf.Tensor]:
+        """Returns the batch of the last handle, flat, which the chief reads; reads ahead if only that shows the end."""
+        batch = feed.next_batch()
+        feed.redeem()
+        if self._cardinality == tf.data.UNKNOWN_CARDINALITY:
+            self.is_last = not feed.has_next(self._handles_given)
+        return batch
 
     def read_for_chief(self) -> list[Any]:
         """Returns the next batch, flat, for use on the chief."""

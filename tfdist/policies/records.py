@@ -100,30 +100,6 @@ class Update:
     time: float = 0.0
     opened_secs: float = 0.0
 
-    @staticmethod
-    def of_one(step: int, contribution: Contribution, ended: tuple[Contribution, ...], opened_secs: float) -> Update:
-        """Builds the update of plain asynchronous training: one gradient, applied as soon as it arrived.
-
-        Args:
-          step: see `Update`.
-          contribution: the gradient.
-          ended: gradients lost since the previous update.
-          opened_secs: see `Update`.
-        """
-        return Update(
-            step,
-            contributors=(contribution.replica,),
-            dropped=(),
-            staleness=(contribution.staleness,),
-            wait_secs=0.0,
-            spread_secs=0.0,
-            changes=(),
-            weights=(contribution.weight,),
-            contributions=(*ended, contribution),
-            time=contribution.arrival,
-            opened_secs=opened_secs,
-        )
-
 
 # A gradient from its start until the policy knows what becomes of it.
 

@@ -186,6 +186,10 @@ class Packing:
     """Packs a result into as few tensors as possible, because each costs a round trip: scalars are stacked by dtype.
 
     `pack` is called while the step is traced, and records the structure for the other methods.
+
+    Attributes:
+      dtypes: of the tensors of the result.
+      num_outputs: number of tensors that `pack` returns.
     """
 
     def __init__(self) -> None:
@@ -193,11 +197,7 @@ class Packing:
         self._scalars: dict[tf.DType, list[int]] = {}
         self._shapes: list[tf.TensorShape] = []
         self.dtypes: list[tf.DType] = []
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of tensors that `pack` returns."""
-        return len(self._scalars) + sum(shape.rank != 0 for shape in self._shapes)
+        self.num_outputs = 0
 
     def pack(self, result: Any) -> list[tf.Tensor]:
         """Packs the tensors of `result`, a structure of tensors, variables and other values."""
@@ -211,7 +211,9 @@ class Packing:
                 groups[tensor.dtype].append(position)
         self._scalars = dict(groups)
         stacked = [tf.stack([flat[i] for i in positions]) for positions in self._scalars.values()]
-        return stacked + [tensor for tensor in flat if tensor.shape.rank != 0]
+        packed = stacked + [tensor for tensor in flat if tensor.shape.rank != 0]
+        self.num_outputs = len(packed)
+        return packed
 
     def unpack(self, outputs: Sequence[tf.Tensor]) -> list[np.ndarray]:
         """Fetches the tensors that `pack` returned; returns the values of the flat result, in order."""
