@@ -32,7 +32,6 @@ def test_the_variables_are_read_before_the_delay_and_the_gradient_is_sent_after_
     feed = types.SimpleNamespace(from_chief=from_chief, take=note("take", "a batch"), used=note("used"))
     engine = types.SimpleNamespace(
         _attempts=[itertools.count()],
-        _note_input=lambda worker, local_step, read: None,
         _runner=types.SimpleNamespace(is_wanted=note("is wanted", True), hand_over=note("hand over")),
     )
     StreamEngine._contribute_from(engine, feed, step, 0, 7)  # type: ignore[arg-type]

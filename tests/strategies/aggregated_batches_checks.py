@@ -24,9 +24,9 @@ def test_workers_see_the_end_of_unknown_length_without_an_error(
     errors: list[BaseException] = []
     read = rounds.RoundStep.contribute_next
 
-    def reading(self: rounds.RoundStep, iterator: Any) -> Any:
+    def reading(self: rounds.RoundStep, iterator: Any, worker: int) -> Any:
         try:
-            return read(self, iterator)
+            return read(self, iterator, worker)
         except tf.errors.OutOfRangeError as error:
             # TensorFlow would warn that it can't delete the results.
             errors.append(error)

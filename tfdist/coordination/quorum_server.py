@@ -418,8 +418,7 @@ class QuorumServer:
         self._started.pop(worker, None)
         # STARTED and ARRIVED may be read together, if this thread or the network was slow: only the worker knows how
         # long it has computed.
-        self._policy.measured(worker, report.step, report.input_secs, now - report.secs)
-        if self._policy.arrived(worker, report.step, now).accepted:
+        if self._policy.arrived(worker, report.step, now, report.input_secs, now - report.secs).accepted:
             self._examples[worker] = report.examples
         if not self._policy.update_due:
             return

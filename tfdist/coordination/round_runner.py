@@ -109,19 +109,20 @@ class RoundRunner:
                     self._fail_update(error)
                 self._startable.wait(POLL_SECS)
 
-    def measured(self, replica: int, local_step: int, input_secs: float) -> None:
-        """Notes for how long `replica` has waited for the batch of the contribution that it computes."""
-        with self._lock:
-            self._policy.measured(replica, local_step, input_secs)
+    def arrive(self, replica: int, local_step: int, input_secs: float = 0.0) -> bool:
+        """Notes that `replica` has computed a contribution; returns True if the policy accepts it.
 
-    def arrive(self, replica: int, local_step: int) -> bool:
-        """Notes that `replica` has computed a contribution; returns True if the policy accepts it."""
+        Args:
+          replica: index of the replica.
+          local_step: local step of the contribution.
+          input_secs: time for which the replica waited for its batch; 0 if unknown.
+        """
         with self._lock:
             if local_step > self._step:
                 return False
             now = self._last_event = self._clock()
             try:
-                accepted = self._policy.arrived(replica, local_step, now).accepted
+                accepted = self._policy.arrived(replica, local_step, now, input_secs).accepted
             except Exception as error:
                 self._fail_update(error)
                 raise
@@ -136,10 +137,11 @@ class RoundRunner:
             if replica in self._accepted_at and local_step == self._step:
                 self._delivered[replica] = contribution
                 self._last_event = self._clock()
-                if len(self._delivered) >= len(self._accepted_at):
-                    self._count_delivered()
-                    if self._is_complete:
-                        self._collectable.notify_all()
+                # `_count_delivered`, without a call.
+                needed = max(len(self._accepted_at), self._policy.replicas_to_aggregate)
+                self._is_complete = len(self._delivered) >= needed
+                if self._is_complete:
+                    self._collectable.notify_all()
 
     def lose(
         self, replica: int, is_so: Callable[[], bool] = lambda: True, release: Callable[[], None] = lambda: None
@@ -283,7 +285,16 @@ class RoundRunner:
                     if self._error is not None:
                         raise self._error
                     if self._is_complete:
-                        return self._take()
+                        # Under the same lock as the check, so that no loss of a replica comes in between.
+                        update = self._policy.updated(self._clock())
+                        self._step = update.step
+                        contributions = [*map(self._delivered.__getitem__, update.contributors)]
+                        self._delivered.clear()
+                        self._accepted_at.clear()
+                        self._is_complete = False
+                        for change in update.changes:
+                            self._say(change.text)
+                        return contributions, update
                     self._give_up_late_deliveries()
                     self._check_the_living()
                     self._check_the_silent()
@@ -306,18 +317,6 @@ class RoundRunner:
         self._error = self._error or error
         self._collectable.notify_all()
 
-    def _take(self) -> tuple[list[Any], Update]:
-        # Under the same lock as the check, so that no loss of a replica comes in between.
-        update = self._policy.updated(self._clock())
-        self._step = update.step
-        contributions = [*map(self._delivered.__getitem__, update.contributors)]
-        self._delivered.clear()
-        self._accepted_at.clear()
-        self._is_complete = False
-        for change in update.changes:
-            self._say(change.text)
-        return contributions, update
-
     def _abandon(self) -> None:
         # The next update may be of another model, so no present contribution may enter it.
         self._error = None
@@ -326,8 +325,9 @@ class RoundRunner:
             self._forget(replica)
 
     def _count_delivered(self) -> None:
-        """Notes if all contributions of an update are delivered, for `collect`."""
-        self._is_complete = self._policy.update_due and self._delivered.keys() >= self._accepted_at.keys()
+        """Notes if all contributions of an update are delivered, for `collect`; only accepted ones are."""
+        needed = max(len(self._accepted_at), self._policy.replicas_to_aggregate)
+        self._is_complete = len(self._delivered) >= needed
 
     def _forget(self, replica: int) -> None:
         self._is_complete = False

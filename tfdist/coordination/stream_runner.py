@@ -71,27 +71,27 @@ class StreamRunner(round_runner.RoundRunner):
     def _is_free(self, replica: int) -> bool:
         return replica in self._waiting and replica not in self._idle and self._policy.may_start(replica)
 
-    def is_wanted(self, replica: int, local_step: int) -> bool:
-        """Returns True if a computed gradient should be sent; else counts it as dropped."""
+    def is_wanted(self, replica: int, local_step: int, input_secs: float = 0.0) -> bool:
+        """Returns True if a computed gradient should be sent; else counts it as dropped. See `RoundRunner.arrive`."""
         with self._lock:
             if self._policy.is_wanted(replica, local_step):
                 return True
-            self._arrive(replica, local_step)
+            self._arrive(replica, local_step, input_secs)
             return False
 
-    def hand_over(self, replica: int, local_step: int, contribution: Any) -> None:
-        """Hands over a contribution that was pushed."""
+    def hand_over(self, replica: int, local_step: int, contribution: Any, input_secs: float = 0.0) -> None:
+        """Hands over a contribution that was pushed. See `RoundRunner.arrive`."""
         with self._lock:
-            number = self._arrive(replica, local_step)
+            number = self._arrive(replica, local_step, input_secs)
             if number >= 0:
                 self._delivered[number] = contribution
 
-    def _arrive(self, replica: int, local_step: int) -> int:
+    def _arrive(self, replica: int, local_step: int, input_secs: float) -> int:
         if local_step > self._policy.step:
             return -1
         self._last_event = self._clock()
         try:
-            arrival = self._policy.arrived(replica, local_step, self._clock())
+            arrival = self._policy.arrived(replica, local_step, self._clock(), input_secs)
         except Exception as error:
             self._fail_update(error)
             raise

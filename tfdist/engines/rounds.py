@@ -32,6 +32,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -68,6 +69,8 @@ from tfdist.tables.partitioned_variable import RowPieces
 from tfdist.transforms import ARRIVAL
 from tfdist.transport.bundles import Bundles
 
+# A time that a worker has measured is fetched so often: it takes a round trip on the way of a step.
+_SAMPLE_SECS = 0.05
 # The context of an update in which all workers take part.
 _WHOLE = contextlib.nullcontext()
 
@@ -126,7 +129,6 @@ class RoundEngine(Engine):
         self._updates = 0
         self._residence: _Residence | None = None
         self._attempts = [itertools.count() for _ in names]
-        self._inputs = [step_times.Sampled() for _ in names]
         # What Keras' thread waits for, with a token of its own; None while it waits for nothing.
         self._wait: tuple[str, object] | None = None
         self._reporter = stalls.StallReporter(self._runner.waited_for, progress=lambda: self._wait)
@@ -167,38 +169,31 @@ class RoundEngine(Engine):
 
     def prepared(self, step: Step, handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`."""
-        traced, make_step = self._traced(step, handle), self.step
-        rebuild = traced.rebuild
 
-        def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
-            return rebuild(make_step(traced, iterator))
-
-        return make
-
-    def _traced(self, step: Step, handle: WorkerBatch) -> RoundStep:
         def trace() -> RoundStep:
             spec, count = handle.element_spec, self.num_parts
             rehearsal.before(self._strategy, step.function, [spec])
             model_parallel.check_step(self._strategy, step)
             return self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec, handle.kind.form)
 
-        return self._engine.programs.traces.find(step, ("round", handle.kind), trace)
+        return functools.partial(self.step, self._engine.programs.traces.find(step, ("round", handle.kind), trace))
 
     def prepare(self, step: Step, element_spec: Any, layout: PartLayout) -> RoundStep:
         """Traces a model's `train_step` for the workers' batches of this structure."""
         counts = self._count, self.replicas_to_aggregate
         return RoundStep(self._strategy, step, self._transfer, element_spec, layout, *counts)
 
-    def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
+    def step(self, step: RoundStep, iterator: WorkerIterator, handle: WorkerBatch | None = None) -> Any:
         """Makes one update.
 
         Returns:
-          The flat logs after it.
+          The logs after it.
 
         Raises:
           tf.errors.OutOfRangeError: the data have ended.
           TimeoutError: too many workers were lost for `stall_timeout_secs`.
         """
+        del handle
         self._wait = "an update", object()
         try:
             feed, parts = iterator.feed or iterator.decide(by_chief=False), None
@@ -224,7 +219,7 @@ class RoundEngine(Engine):
         finally:
             self._wait = None
         self._on_update(update)
-        return logs
+        return step.rebuild(logs)
 
     def _phase(self, step: RoundStep, warmup: Warmup) -> contextlib.AbstractContextManager[None]:
         """Context of one update, in which only the workers of the warmup phase take part."""
@@ -296,14 +291,18 @@ class RoundEngine(Engine):
         runner.bring_back(worker)
         while (local_step := runner.start(worker, is_over)) is not None:
             try:
-                attempt, parts = next(attempts), residence.parts
+                attempt, parts, input_secs = next(attempts), residence.parts, 0.0
                 if delay_hook.installed is not delay_hook.no_delay:
                     delay_hook.before_contribution(worker, attempt)
-                if parts is None:
-                    contribution = self._next(residence, iterator_on_worker, worker, local_step)
-                else:
+                if parts is not None:
                     contribution = step.contribute_from(parts[worker])
-                if runner.arrive(worker, local_step):
+                elif worker in residence.iterator.feed.at_end:
+                    raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+                else:
+                    contribution, input_secs, is_last = step.contribute_next(iterator_on_worker, worker)
+                    if is_last:
+                        residence.iterator.feed.at_end.add(worker)
+                if runner.arrive(worker, local_step, input_secs):
                     runner.deliver(worker, local_step, step.push(*contribution))
             except Exception as error:
                 if coordinator.is_task_failure(error):
@@ -315,20 +314,6 @@ class RoundEngine(Engine):
                 if is_end and residence.iterator.feed is not None:
                     residence.iterator.feed.ended = True
                 runner.fail(worker, local_step, error, is_end)
-
-    def _next(self, residence: _Residence, iterator_on_worker: Any, worker: int, local_step: int) -> list[tf.Tensor]:
-        at_end = residence.iterator.feed.at_end
-        if worker in at_end:
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        contribution, read, is_last = residence.step.contribute_next(iterator_on_worker)
-        if is_last:
-            at_end.add(worker)
-        self._note_input(worker, local_step, read)
-        return contribution
-
-    def _note_input(self, worker: int, local_step: int, read: tf.Tensor) -> None:
-        """Notes how long the worker has waited for its batch."""
-        self._runner.measured(worker, local_step, float(self._inputs[worker].value(read)))
 
 
 # Traced functions of a train step whose gradients are aggregated on the parameter servers.
@@ -408,6 +393,8 @@ class RoundStep:
             self.push = functools.partial(_push_encoded, self._encoding, self.push)
         self._packing = Packing()
         self.rebuild = self._packing.rebuild
+        # By worker, when the time of waiting for a batch is fetched again, and the last one.
+        self._inputs: dict[int, tuple[float, float]] = {}
         # By the number of contributions.
         self._updates: dict[int, Callable[..., Any]] = {}
         self._update_from(replicas_to_aggregate)
@@ -422,16 +409,22 @@ class RoundStep:
         """The dtypes of the flat logs."""
         return self._packing.dtypes
 
-    def contribute_next(self, iterator: Any) -> tuple[list[tf.Tensor], tf.Tensor, bool]:
-        """Computes a contribution from a worker's iterator, on the default device, which is the worker.
+    def contribute_next(self, iterator: Any, worker: int) -> tuple[list[tf.Tensor], float, bool]:
+        """Computes a contribution from the iterator of `worker`, which is the default device.
 
         Returns:
-          The contribution, the seconds of waiting for the batch, and True if it is known to be the last one.
+          The contribution, the seconds of waiting for the batch (of this one, or of one shortly before), and True if it
+          is known to be the last one.
         """
         *contribution, read = self.contribute(iterator)
         # The shape is known here; the tensor stays on the worker.
         is_last = self._marks_end and contribution.pop().shape[0] == 0
-        return contribution, read, is_last
+        now = time.monotonic()
+        due, input_secs = self._inputs.get(worker, (now, 0.0))
+        if now >= due:
+            input_secs = float(read.numpy())
+            self._inputs[worker] = now + _SAMPLE_SECS, input_secs
+        return contribution, input_secs, is_last
 
     def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Computes a contribution from a flat batch of the chief, on the default device, which is the worker."""

@@ -37,7 +37,7 @@ from tfdist.coordination.stream_runner import StreamRunner
 from tfdist.engines import rounds
 from tfdist.engines.rounds import RoundStep, parts_of_batch
 from tfdist.passes import worker_pass
-from tfdist.passes.worker_batch import PartLayout
+from tfdist.passes.worker_batch import PartLayout, WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
@@ -85,8 +85,9 @@ class StreamEngine(rounds.RoundEngine):
             is_relative=True,
         )
 
-    def step(self, step: RoundStep, iterator: WorkerIterator) -> list[np.ndarray]:
+    def step(self, step: RoundStep, iterator: WorkerIterator, handle: WorkerBatch | None = None) -> Any:
         """See `RoundEngine.step`."""
+        del handle
         self._wait = "an update", object()
         try:
             self._begin(step, iterator)
@@ -100,13 +101,13 @@ class StreamEngine(rounds.RoundEngine):
                         self.leave()
                         raise
             if made is None:
-                return self._without_update(iterator)
+                return step.rebuild(self._without_update(iterator))
         finally:
             self._wait = None
         update, self._logs = made
         self._redeem(iterator)
         self._on_update(update)
-        return self._logs
+        return step.rebuild(self._logs)
 
     def _update(self, step: RoundStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
         """Makes an update, and returns it with the logs after it; None if no gradient is left."""
@@ -203,14 +204,13 @@ class StreamEngine(rounds.RoundEngine):
             self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
             return
         if feed.from_chief:
-            contribution, is_last = step.contribute_from(source), False
+            contribution, input_secs, is_last = step.contribute_from(source), 0.0, False
         else:
-            contribution, read, is_last = step.contribute_next(source)
-            self._note_input(worker, local_step, read)
+            contribution, input_secs, is_last = step.contribute_next(source, worker)
         # After the variables were read: an earlier delay would not make the gradient stale.
         delay_hook.before_contribution(worker, next(self._attempts[worker]))
-        if self._runner.is_wanted(worker, local_step):
-            self._runner.hand_over(worker, local_step, step.push(*contribution))
+        if self._runner.is_wanted(worker, local_step, input_secs):
+            self._runner.hand_over(worker, local_step, step.push(*contribution), input_secs)
         feed.used(worker)
         if is_last:
             feed.ended(worker)

@@ -202,9 +202,9 @@ def _contribute(runner: RoundRunner, job: _Job, replica: int, local_step: int, a
     delay_hook.before_contribution(replica, attempt)
     begin = time.monotonic()
     batch = job.batch.flat(replica)
-    runner.measured(replica, local_step, time.monotonic() - begin)
+    input_secs = time.monotonic() - begin
     contribution = job.step.contribute(replica, batch)
-    if runner.arrive(replica, local_step):
+    if runner.arrive(replica, local_step, input_secs):
         runner.deliver(replica, local_step, contribution)
 
 

@@ -101,7 +101,7 @@ class Asynchronous(base.Aggregation):
 
     def start(self, replica: int, time: float) -> int | None:
         """See `Aggregation.start`."""
-        local_step = super().start(replica, time)
+        local_step = super().start(replica, time) if self.may_any_start else None
         if self._bound is not None and local_step is not None:
             self._in_flight[local_step] = self._in_flight.get(local_step, 0) + 1
         return local_step
@@ -110,15 +110,18 @@ class Asynchronous(base.Aggregation):
         """Returns False if a computed gradient would be dropped, so that it need not be sent."""
         return self.is_computing(replica, local_step) and not self._is_too_old(local_step)
 
-    def arrived(self, replica: int, local_step: int, time: float) -> base.Arrival:
+    def arrived(
+        self, replica: int, local_step: int, time: float, input_secs: float = 0.0, start: float | None = None
+    ) -> base.Arrival:
         """Queues the gradient of `replica` for an update, or drops it if it is too old already.
 
-        The answer has the staleness at arrival. The weight depends on the staleness when the gradient is applied.
+        The answer has the staleness at arrival. The weight depends on the staleness when the gradient is applied. See
+        `Aggregation.arrived` for the arguments.
         """
         # Before: a gradient that is computed may hold an update back, which is due when the gradient arrives.
         was_due = self.update_due
         staleness = self._step - local_step
-        computation = self._end_computing(replica, local_step, time)
+        computation = self._end_computing(replica, local_step, time, input_secs, start)
         if computation is None or self._is_too_old(local_step):
             if computation is not None:
                 self._landed(local_step)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Sequence
@@ -117,13 +118,23 @@ class BackupWorkers(base.Aggregation):
     def begin(self, total_num_replicas: int, strategy: str) -> None:
         """See `Policy.begin`."""
         super().begin(total_num_replicas, strategy)
+        self._count_anew()
         self._most = (total_num_replicas - 1) // 2 if self._max_spares is None else self._max_spares
 
-    @property
+    # Kept: each gradient asks for it.
+    @functools.cached_property
     def replicas_to_aggregate(self) -> int:
         """N, the number of gradients that the current step's update needs."""
         taking_part = self._total if self._limit is None else min(self._limit, self._total)
         return max(1, taking_part - self._spares)
+
+    def _count_anew(self) -> None:
+        vars(self).pop("replicas_to_aggregate", None)
+
+    def limit(self, count: int) -> None:
+        """See `Aggregation.limit`."""
+        super().limit(count)
+        self._count_anew()
 
     @property
     def spares(self) -> int:
@@ -138,6 +149,7 @@ class BackupWorkers(base.Aggregation):
         """See `Policy.restore`. There may be fewer replicas than there were."""
         if self._asked == "auto":
             self._spares = min(state["spares"], self._total - 1)
+            self._count_anew()
 
     def check_replicas(self, total_num_replicas: int, strategy: str) -> None:
         """See `Policy.check_replicas`."""
@@ -180,3 +192,4 @@ class BackupWorkers(base.Aggregation):
         if spares != self._spares:
             self.changed(f"spares {self._spares} -> {spares} of {self._total} replicas: {reason}")
             self._spares = spares
+            self._count_anew()

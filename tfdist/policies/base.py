@@ -214,7 +214,8 @@ class Aggregation(Policy):
         calls `may_start` only after Keras has asked.
         """
         if (unwanted_secs := time - self._opened_at) > 0:
-            self._idle_since = {each: min(time, since + unwanted_secs) for each, since in self._idle_since.items()}
+            for each, since in self._idle_since.items():
+                self._idle_since[each] = min(time, since + unwanted_secs)
         self._opened_at = time
 
     def limit(self, count: int) -> None:
@@ -237,12 +238,8 @@ class Aggregation(Policy):
         If the policy is synchronous, only `updated`, `lost`, `recovered`, `withdraw`, `limit` and the replica's own
         events turn the answer from False to True.
         """
-        if not 0 <= replica < self._total:
-            self._check(replica)
-        # `takes_part`, without a call: each replica asks at each step.
-        takes_part = replica not in self._lost and (self._limit is None or replica in self._taking_part)
-        heard = replica in self._accepted or replica in self._surplus or replica in self._computing
-        return takes_part and not heard
+        self._check(replica)
+        return not self._hindrance(replica)
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -261,47 +258,47 @@ class Aggregation(Policy):
         """
         local_step = self.start(replica, time)
         if local_step is None:
-            raise RuntimeError(f"replica {replica} may not start in step {self._step}: it {self._doing(replica)}")
+            hindrance = self._hindrance(replica)
+            raise RuntimeError(f"replica {replica} may not start in step {self._step}: it {hindrance}")
         return local_step
 
     def start(self, replica: int, time: float) -> int | None:
         """`started` if `replica` may start, else None: one event for a replica that asks and starts at once."""
-        if not self.may_start(replica):
+        if not 0 <= replica < self._total:
+            self._check(replica)
+        # `_hindrance`, without a call: each replica asks at each step.
+        takes_part = replica not in self._lost and (self._limit is None or replica in self._taking_part)
+        if not takes_part or replica in self._computing or replica in self._accepted or replica in self._surplus:
             return None
         self._started.pop(replica, None)
         self._started[replica] = None
-        self._computing[replica] = Computation(replica, self._step, time, self._held_secs(replica, time))
+        held_secs = time - self._idle_since.pop(replica, time)
+        self._computing[replica] = Computation(replica, self._step, time, held_secs)
         return self._step
 
     def started_late(self, replica: int, local_step: int, time: float) -> None:
         """Notes that `replica` computes a gradient of a step that is over, which it could not know; it is dropped."""
         if self.takes_part(replica) and replica not in self._computing:
-            self._computing[replica] = Computation(replica, local_step, time, self._held_secs(replica, time))
+            held_secs = time - self._idle_since.pop(replica, time)
+            self._computing[replica] = Computation(replica, local_step, time, held_secs)
 
-    def measured(self, replica: int, local_step: int, input_secs: float, start: float | None = None) -> None:
-        """Notes what `replica` has measured of the gradient that it computes; nothing if no such one is computed.
-
-        Args:
-          replica: index of the replica.
-          local_step: local step of the gradient.
-          input_secs: time for which it waited for its batch; 0 if unknown.
-          start: time of its start, if the event of the start was late.
-        """
-        if self.is_computing(replica, local_step):
-            computation = self._computing[replica]
-            begun = computation.start if start is None else start
-            # The time until the event was counted as held back.
-            held = max(0.0, computation.held - max(0.0, computation.start - begun))
-            self._computing[replica] = computation._replace(start=begun, held=held, input=input_secs)
-
-    def arrived(self, replica: int, local_step: int, time: float) -> Arrival:
+    def arrived(
+        self, replica: int, local_step: int, time: float, input_secs: float = 0.0, start: float | None = None
+    ) -> Arrival:
         """Accepts or drops the gradient of `replica`, which was computed from the variables of `local_step`.
 
         Accepted are the first ones of the current step that `accepts` takes, and those without which the update can't
         be made. A gradient whose start is unknown is dropped: its replica was lost in the meantime.
+
+        Args:
+          replica: index of the replica.
+          local_step: local step of the gradient.
+          time: time of the arrival.
+          input_secs: time for which the replica waited for its batch; 0 if unknown.
+          start: time of the start of the gradient, if the event of the start was late.
         """
         staleness, needed = self._step - local_step, self.replicas_to_aggregate
-        computation = self._end_computing(replica, local_step, time)
+        computation = self._end_computing(replica, local_step, time, input_secs, start)
         is_open = staleness == 0 and len(self._accepted) < needed
         if (
             computation is None
@@ -407,7 +404,9 @@ class Aggregation(Policy):
         if computation:
             self._ended.append(computation.ended(time, self._step, Outcome.DROPPED))
 
-    def _end_computing(self, replica: int, local_step: int, time: float) -> Computation | None:
+    def _end_computing(
+        self, replica: int, local_step: int, time: float, input_secs: float, start: float | None
+    ) -> Computation | None:
         """Notes that a gradient was computed; returns its computation, or None if its start is unknown."""
         if not 0 <= replica < self._total:
             self._check(replica)
@@ -421,8 +420,12 @@ class Aggregation(Policy):
             return None
         del self._computing[replica]
         self._idle_since[replica] = time
+        if start is not None:
+            # The time until the event was counted as held back.
+            held_secs = max(0.0, computation.held - max(0.0, computation.start - start))
+            computation = computation._replace(start=start, held=held_secs)
         self.durations[replica].append(time - computation.start)
-        return computation
+        return computation._replace(input=input_secs) if input_secs else computation
 
     def _stepped_with(self, time: float, accepted: list[Contribution], numbers: list[int]) -> Update:
         """Increments the global step and resets the counts of the step; returns the `Update` of these gradients."""
@@ -436,7 +439,7 @@ class Aggregation(Policy):
         update = Update(
             step=self._step,
             contributors=replicas,
-            dropped=tuple(each.replica for each in ended if each.outcome is Outcome.DROPPED),
+            dropped=tuple([each.replica for each in ended if each.outcome is Outcome.DROPPED]) if ended else (),
             staleness=staleness,
             wait_secs=max(0.0, self._due_at - self._opened_at),
             spread_secs=max(arrivals) - min(arrivals),
@@ -459,10 +462,6 @@ class Aggregation(Policy):
         """Returns the replicas that are not lost."""
         return [replica for replica in range(self._total) if replica not in self._lost]
 
-    def _held_secs(self, replica: int, time: float) -> float:
-        """Returns for how long a replica that starts a gradient at `time` was held back before."""
-        return time - self._idle_since.pop(replica, time)
-
     def _withdraw(self, replica: int, time: float, outcome: Outcome | None) -> None:
         self._stop(replica, time, outcome)
         # Replicas whose gradient was surplus may start again: one of them must replace the withdrawn gradient.
@@ -479,12 +478,15 @@ class Aggregation(Policy):
             self._ended.append(computation.ended(time, self._step, outcome))
         return computation
 
-    def _doing(self, replica: int) -> str:
+    def _hindrance(self, replica: int) -> str:
+        """Returns the reason for which a replica may not start a gradient; "" if it may."""
         if replica in self._lost:
             return "is lost"
         if replica in self._computing:
             return f"is computing, since step {self._computing[replica].local_step}"
-        return "has arrived for this step"
+        if replica in self._accepted or replica in self._surplus:
+            return "has arrived for this step"
+        return "" if self._limit is None or replica in self._taking_part else "takes no part"
 
     def _check(self, replica: int) -> None:
         if not 0 <= replica < self._total:

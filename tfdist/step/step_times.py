@@ -392,24 +392,6 @@ def timed_read(read: Callable[[], Any]) -> tuple[Any, tf.Tensor]:
         return found, tf.timestamp() - called
 
 
-# A value on another process is fetched so often: it takes a round trip on the way of a step.
-_SAMPLE_SECS = 0.05
-
-
-class Sampled:
-    """Values that each step of a worker measures; some are fetched, and a step in between has the last one."""
-
-    def __init__(self) -> None:
-        self._due, self._last = 0.0, np.zeros([])
-
-    def value(self, tensor: tf.Tensor) -> np.ndarray:
-        """Returns the value of a step, or of an earlier one."""
-        now = time.monotonic()
-        if now >= self._due:
-            self._last, self._due = tensor.numpy(), now + _SAMPLE_SECS
-        return self._last
-
-
 def tensors_of(structure: Any) -> list[tf.Tensor]:
     """Returns the tensors of a structure, of sparse ones their parts."""
     return [leaf for leaf in tf.nest.flatten(structure, expand_composites=True) if isinstance(leaf, tf.Tensor)]
