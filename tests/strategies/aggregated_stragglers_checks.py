@@ -49,8 +49,8 @@ def at_next_push(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> 
     """Calls a function when the last worker next sends a gradient; returns a list that is empty from then on."""
     arrive, waiting = round_runner.RoundRunner.arrive, [LAST]
 
-    def arriving(self: Any, replica: int, local_step: int) -> bool:
-        is_sent = arrive(self, replica, local_step)
+    def arriving(self: Any, replica: int, *args: Any) -> bool:
+        is_sent = arrive(self, replica, *args)
         if is_sent and replica in waiting:
             waiting.pop()
             act()

@@ -258,21 +258,22 @@ def executions(
         logs: Any = None
         left = steps = model.steps_per_execution
         try:
-            with graphs.told_in_brief():
-                while left > 0 and not iterator.is_ended:
-                    # A step that runs eagerly takes its batch as one of a user's loop does.
-                    handle = iterator.next_handle() if model.run_eagerly else iterator.take_handle(left)
-                    if handle is None:
-                        iterator.is_ended = True
-                        break
-                    make = prepared.get(handle.kind)
-                    if make is None:
-                        make = prepared[handle.kind] = prepare(handle)
-                    logs = make(iterator, handle)
-                    left -= iterator.count
+            while left > 0 and not iterator.is_ended:
+                # A step that runs eagerly takes its batch as one of a user's loop does.
+                handle = iterator.next_handle() if model.run_eagerly else iterator.take_handle(left)
+                if handle is None:
+                    iterator.is_ended = True
+                    break
+                make = prepared.get(handle.kind)
+                if make is None:
+                    make = prepared[handle.kind] = prepare(handle)
+                logs = make(iterator, handle)
+                left -= iterator.count
         except tf.errors.OutOfRangeError:
             # Of data of unknown length; the last execution is of as many steps as there were data for.
             iterator.is_ended = True
+        except tf.errors.OpError as error:
+            raise graphs.brief(error) from None
         if left == steps:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return logs
