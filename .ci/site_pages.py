@@ -95,7 +95,7 @@ def gather() -> None:
         path.write_text(text, encoding="utf-8")
     (SITE / "site.css").write_text(_CSS, encoding="utf-8")
     for page in SITE.rglob("*.md"):
-        page.write_text(_FLAGS.sub(_flags_of_command, _with_links_of_the_site(page)), encoding="utf-8")
+        page.write_text(_with_links_of_the_site(page), encoding="utf-8")
 
 
 def api_page(name: str) -> str:
@@ -217,7 +217,7 @@ def _with_links_of_the_site(page: pathlib.Path) -> str:
             return text
         return f"[{text}]({name}{hash_sign}{anchor})"
 
-    text = _LINK.sub(replaced, page.read_text(encoding="utf-8"))
+    text = _LINK.sub(replaced, _FLAGS.sub(_flags_of_command, page.read_text(encoding="utf-8")))
     return re.sub(r"^(\| `--[^`]+`)", r"\1{ .flag }", text, flags=re.MULTILINE)
 
 

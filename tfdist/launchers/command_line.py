@@ -38,7 +38,7 @@ COMMANDS = {
 _SYNONYMS = (
     "tasks_per_node ntasks_per_node nproc_per_node npernode ppn slots_per_host",
     "num_workers workers replicas num_processes nproc_per_node num_proc nproc nprocs np n completions parallelism",
-    "num_workers workers ntasks num_tasks world_size | nnodes nodes num_machines N",
+    "num_workers workers ntasks num_tasks world_size | nnodes nodes num_nodes num_machines N",
     "num_ps ps servers num_servers parameter_servers",
     "hosts host H machines",
     "hostfile machinefile",
@@ -50,7 +50,6 @@ _SYNONYMS = (
     "max_restarts restarts restart retries reset_limit backoff_limit",
     "task_logs log_dir logdir redirects r output_filename",
     "directory working_dir chdir workdir wdir cwd D",
-    "quiet_workers quiet q silent local_ranks_filter",
     "tf_log_level | log_level verbose v debug",
     "telemetry | timeline_filename timeline",
     "pre_kill_secs | signal",
@@ -59,6 +58,7 @@ _SYNONYMS = (
     "partition p",  # Short options of sbatch.
     "account A",
     "qos q",
+    "quiet_workers quiet q silent local_ranks_filter",
     "time t",
     "constraint C",
     "output o",
@@ -66,7 +66,6 @@ _SYNONYMS = (
     "cpus_per_task c",
     "strategy placement_strategy",
     "runtime_env runtime_env_json",
-    "name tpu tpu_name",
     "spot preemptible",
     "claim | volume volumes pvc v",
     "network bandwidth",
@@ -86,6 +85,7 @@ _HANDING_ON = (
     ("srun", r"multi_prog|preserve_env|overlap|compress|bcast|(task_)?(pro|epi)log|resv_ports|relative", "{option}"),
     ("sbatch", r"gres|exclusive|exclude|x|nodelist|reservation|dependency|mem_per_\w+|mail_\w+", "{option}"),
     ("ssh", "ssh_port", "-p{value}"),
+    ("ssh", "connect_timeout", "-oConnectTimeout={value}"),
     ("ssh", "(ssh_)?identity(_file)?", "-i{value}"),
     ("ssh", "ssh_(options?|args)", "{value}"),
     ("communication", "mpi|mpi_args|mca", "mpi"),
@@ -107,6 +107,7 @@ _NO_FLAG = (
     ("patch", "context|kubeconfig|cluster|user|token|server|s|as", "KUBECONFIG or kubectl config use-context sets it"),
     ("patch", "o|output|f|filename|overrides", "--dry_run prints the manifests, --patch=FILE changes them"),
     ("patch", "rm|i|it|t|tty|stdin|attach|wait|w|watch|follow", "a line at submission has the commands of kubectl"),
+    ("gcloud", "tpu(_name)?", "write --name={value}"),
     ("gcloud", "worker|command|(num_)?workers|np?|nproc_per_node", "SCRIPT runs on the first host, --setup on all"),
     ("patch", "limits|requests", "--cpu, --memory and --gpus_per_worker are of each pod"),
     ("patch", "task_logs|log_dir|logdir|redirects", "kubectl logs shows the output, which a line at submission names"),
@@ -125,9 +126,10 @@ _NO_FLAG = (
         r"\w+_timeout(_secs|_seconds)?",
         "tasks wait for each other as start_timeout_secs of the strategy says",
     ),
+    ("dry_run", r"tpu\w*", "tfdist launch tpu starts a script on TPUs"),
     ("dry_run", "backend|nccl|communicator", "GPUs use NCCL by themselves; --communication is for CPUs"),
     ("dry_run", "gpu_ids|devices|device_ids|visible_devices", "the variable CUDA_VISIBLE_DEVICES says which GPUs"),
-    ("dry_run", "mixed_precision|amp|fp16|bf16|downcast_bf16", "keras.mixed_precision in the script sets it"),
+    ("dry_run", "(mixed_)?precision|amp|fp16|bf16|downcast_bf16", "keras.mixed_precision in the script sets it"),
     ("dry_run", r"dynamo_\w+|use_xla|xla", "model.compile(jit_compile=True) in the script sets it"),
     (
         "dry_run",
@@ -140,7 +142,9 @@ _NO_FLAG = (
     ("dry_run", "check(_build)?|diagnose", "tfdist doctor looks for what is wrong"),
     ("dry_run", r"max_np|max_workers|host_discovery_script|blacklist_\w+", "workers and hosts are fixed at the start"),
     ("dry_run", r"autotune\w*|fusion_\w+|cycle_time_ms|\w*_cache|cache_\w+|hierarchical_\w+|\w*stall_\w+", _UNUSED),
-    ("dry_run", r"oversubscribe|map_by|allow_\w+|report_bindings|tag_output|prefix_\w+|with(out)?_timestamp", _UNUSED),
+    ("dry_run", r"oversubscribe|map_by|allow_\w+|report_bindings|tag_output|prefix_\w+|log_with\w+", _UNUSED),
+    ("dry_run", r"signals_\w+|virtual_\w+|use_agent_store|duplicate_\w+|timeline_\w+|mpi_threads_\w+", _UNUSED),
+    ("dry_run", r"binding_args|num_nccl_streams|tensor_fusion_\w+|display_map|use_hwthread_cpus", _UNUSED),
     ("dry_run", r"monitor_interval|start_method|role|run_path|event_\w+|logs_specs|numa_\w+|main_\w+", _UNUSED),
 )
 _LEAST_LIKENESS = 0.88
@@ -348,20 +352,23 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
         if flag in values and re.fullmatch(names, name)
     ]
     # A letter is the platform's own option: elsewhere it means something else.
-    if not (hints and len(name) == 1) and (homes := _homes(name, value, is_launcher)):
+    if not (hints and len(name) == 1) and (homes := _homes(name, value, is_launcher, bool(hints))):
         hints = [homes]
     hints += ["flags of the script stand behind its name"] * is_launcher
     return "; ".join([unknown, *hints[:1]])
 
 
-def _homes(name: str, value: str, is_launcher: bool) -> str:
-    """Returns which other commands have a flag, or hand it on; "" if none does. A launcher's are those of launchers."""
+def _homes(name: str, value: str, is_launcher: bool, is_exact: bool) -> str:
+    """Returns which other commands have a flag; "" if none has. A launcher's are those of launchers.
+
+    Unless `is_exact`, they may have it under another name, or hand it on.
+    """
     found: dict[str, str] = {}
     commands = {f"launch {each}": module for each, module in LAUNCHERS.items()} | ({} if is_launcher else COMMANDS)
     for command, module in commands.items():
         values = flags.FlagValues()
         importlib.import_module(module).define_flags(values)
-        if name in values or (meant := _meant(name, value, values)):
+        if name in values or (not is_exact and (meant := _meant(name, value, values))):
             found[f"tfdist {command}"] = "" if name in values else f", as {meant}"
     if exact := [command for command, meant in found.items() if not meant]:
         *others, last = exact

@@ -192,7 +192,9 @@ def define_flags(values: flags.FlagValues, *jobs: type, has_env: bool = True, ha
     command_line.define_settings(values, *jobs)
     command_line.define(values, {"dry_run": (False, "print what would be run or submitted, and do nothing else")})
     if has_env:
-        command_line.define(values, {"env": ([], "NAME=VALUE for all tasks; may be repeated")})
+        command_line.define(
+            values, {"env": ([], "NAME=VALUE for all tasks, or NAME with the value here; may be repeated")}
+        )
     environment.define_flags(values, has_communication)
 
 
