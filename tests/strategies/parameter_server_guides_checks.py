@@ -89,7 +89,7 @@ def _epoch(strategy: Any, data: Any) -> Any:
 IN_GRAPHS: dict[str, Callable[[Any], Any]] = {
     "data set as an argument": lambda strategy: tf.function(_epoch)(strategy, numbers(strategy)),
     "data set": lambda strategy: tf.function(functools.partial(_epoch, strategy, numbers(strategy)))(),
-    "iterator": lambda strategy: tf.function(lambda given: total(strategy, next(given)))(iter(numbers(strategy))),
+    "iterator": lambda strategy: tf.function(lambda given: given.get_next_as_optional())(iter(numbers(strategy))),
     "batch": lambda strategy: tf.function(lambda given: total(strategy, given))(next(iter(pairs(strategy)))),
     "value of a batch": lambda strategy: tf.function(functools.partial(tf.add, 1, next(iter(numbers(strategy)))))(),
     "no batch": lambda strategy: tf.function(lambda: strategy.run(lambda: tf.constant(1)))(),

@@ -212,6 +212,10 @@ class HandleIterator:
     is_ended = False
     count = 1
 
+    def __tf_tracing_type__(self, context: Any) -> Any:
+        """Refuses to be an argument of a `tf.function`, whatever this does with it."""
+        return refuse_graph("an iterator")
+
     def __iter__(self) -> HandleIterator:
         return self
 
