@@ -185,6 +185,9 @@ def run_command(
     if has_script and not rest:
         raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
     if has_script:
+        bare, equals, value = rest[0].lstrip("-\u2010\u2013\u2014\u2212").partition("=")
+        if equals and not pathlib.Path(rest[0]).exists() and (name := _name_in(values, f"--{bare}")[0]):
+            raise FlagError(f"a flag begins with two hyphens; write --{name}={value}. Received: {rest[0]!r}")
         _note_flags_of_script(values, rest)
     elif len(rest) != bool(takes) or "" in rest:
         raise FlagError(f"give {f'one {takes}' if takes else 'flags only'}. Received: {' '.join(rest) or 'nothing'}")

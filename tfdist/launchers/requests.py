@@ -210,5 +210,5 @@ def _check_module(name: str) -> None:
         found = None
     finally:
         sys.path.remove("")
-    if found is None:
+    if found is None or name.endswith(".py"):
         raise LaunchError(f"there is no such module; check its name and PYTHONPATH. Received: -m {name!r}")
