@@ -31,9 +31,6 @@ class Task:
     def __init__(self, name, code):
         self.name, self.returncode, self.ran_secs = name, code, 40.0
 
-    def poll(self):
-        return self.returncode
-
     def wait(self, timeout_secs=None):
         return self.returncode
 

@@ -118,7 +118,7 @@ def marked(mark):
 @pytest.mark.parametrize(("code", "expected"), [("pass", 0), ("raise SystemExit(3)", 3), ("import os; os.abort()", -6)])
 def test_return_codes(supervisor, code, expected):
     process = supervisor.start("a", python(code))
-    assert process.wait(30) == process.poll() == expected
+    assert process.wait(30) == process.returncode == expected
 
 
 def test_a_program_that_is_not_there_is_127(supervisor):

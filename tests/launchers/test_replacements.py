@@ -75,9 +75,6 @@ class Ended:
         self.returncode, self.ran_secs, self.tail = None, 0.0, [f"last line {restart}"]
         self.signals = []
 
-    def poll(self):
-        return self.returncode
-
     def wait(self, timeout_secs=None):
         return self.returncode
 

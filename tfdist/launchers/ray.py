@@ -253,12 +253,6 @@ def missing(wanted: Mapping[str, Mapping[str, float]], total: Mapping[str, float
 class RayTask:
     """A task in an actor, in place of the guard of a local task: with its output, and what `guard.py` reports.
 
-    Args:
-      actors: the actors of the job.
-      name: name of the task.
-      script: the script and its arguments.
-      env: the task's variables, and those of the attempt.
-
     Attributes:
       control: takes signals, and reports the end of the task.
       stdout: standard output of the task.

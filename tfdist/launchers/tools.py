@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tfdist import _log
 from tfdist.launchers.requests import LaunchError, ToolError
@@ -56,8 +56,3 @@ def run_tool(
     if show_warnings:
         _log.say(*(f"{name}: {line}" for line in said))
     return done.stdout.decode("utf-8", "replace")
-
-
-def shell_exports(extra: Mapping[str, str]) -> str:
-    """Returns shell commands that export the variables, one line each."""
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in extra.items())

@@ -229,8 +229,10 @@ class EmbeddedCluster:
     def check(self) -> None:
         """Raises RuntimeError if a process has ended. Called while the cluster starts."""
         for name, process in self._processes.items():
-            if process.poll() is not None:
-                raise RuntimeError(f"{name} of the embedded cluster ended with code {process.poll()}: {_tail(process)}")
+            if process.returncode is not None:
+                raise RuntimeError(
+                    f"{name} of the embedded cluster ended with code {process.returncode}: {_tail(process)}"
+                )
 
     def pid(self, task: str) -> int | None:
         """Returns the process id of a task such as "worker:1", which is its process group, too; None if not running.
@@ -239,7 +241,7 @@ class EmbeddedCluster:
           KeyError: there is no such task.
         """
         process = self._processes[task]
-        return process.pid if process.poll() is None else None
+        return process.pid if process.returncode is None else None
 
     def _start(self, task: Task) -> Process:
         env = dict(os.environ, TF_CONFIG=self.cluster.with_task(task).to_tf_config())

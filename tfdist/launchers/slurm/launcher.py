@@ -210,12 +210,10 @@ def _body(job: SlurmJob) -> str:
     port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_period_secs:g}"
     quiet = ["--quiet_workers"] * job.quiet_workers
     task = [*python, "tfdist.launchers.slurm.task", *shape_flags, port, grace, *quiet, "--", *job.command]
-    exports = tools.shell_exports(job.env) + "".join(f"{line}\n" for line in job.setup)
-    lines = " \\\n  ".join(map(shlex.join, (run, [*srun, *options], task)))
-    return f"""\
-{exports}# Starts the step, and queues the job again. Gets Slurm's signals in place of the shell.
-exec {lines}
-"""
+    before = [*(f"export {name}={shlex.quote(value)}" for name, value in job.env.items()), *job.setup]
+    command = " \\\n  ".join(map(shlex.join, (run, [*srun, *options], task)))
+    note = "# Starts the step, and queues the job again. Gets Slurm's signals in place of the shell."
+    return "".join(f"{line}\n" for line in (*before, note, f"exec {command}"))
 
 
 def make_output_folders(job: SlurmJob) -> None:

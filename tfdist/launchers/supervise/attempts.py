@@ -8,12 +8,9 @@ import dataclasses
 import os
 import pathlib
 import signal
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
 
 from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, Request, make_folder, shell_code
 from tfdist.launchers.supervise.notices import ENDED, GIVEN_UP, Notices, not_joined
@@ -170,7 +167,9 @@ class Attempt:
         """Notes a failure, which may be the cause of the job's end, or a consequence of it."""
         self._pending.discard(ended.name)
         raised = self._supervisor.tracebacks.raised_secs
-        ended_before = {name for name, each in self._latest.items() if each.poll() is not None and each is not ended}
+        ended_before = {
+            name for name, each in self._latest.items() if each.returncode is not None and each is not ended
+        }
         self._first.ended(
             ended.name,
             ended.returncode,
@@ -246,14 +245,15 @@ class Attempt:
         """
         probes = {}
         for name, task in self._tasks.items():
-            if task.probe and (self._latest[name].poll() is None or self._latest[name].returncode == _NO_CONNECTION):
+            if task.probe and (
+                self._latest[name].returncode is None or self._latest[name].returncode == _NO_CONNECTION
+            ):
                 probes[task.host] = task.probe
         self._unreachable = unreachable(probes, lambda: bool(self._received))
         lost = [name for name in self._tasks if self._host(name) in self._unreachable]
         # A process that ended sooner never had a connection.
-        left = [
-            name for name in lost if self._latest[name].poll() is None or self._latest[name].ran_secs > _CONNECT_SECS
-        ]
+        processes = [self._latest[name] for name in lost]
+        left = [each.name for each in processes if each.returncode is None or each.ran_secs > _CONNECT_SECS]
         self._orphaned = list(dict.fromkeys(map(self._host, left)))
         if len(self._unreachable) == len({task.host for task in self._tasks.values()}) > 1:
             self._say("no host can be reached: the link of this machine may be down")
@@ -560,6 +560,8 @@ class _RemainingWorkers:
 # Equals ssh's ConnectTimeout for starting a task.
 _ANSWER_SECS = 15.0
 _LOOK_SECS = 0.05
+# Exit code of a guard that can't run its command.
+_NO_PROGRAM = 127
 
 
 def unreachable(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], bool]) -> dict[str, str]:
@@ -579,33 +581,16 @@ def unreachable(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[]
 
 
 def _reasons(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], bool]) -> dict[str, str]:
-    with contextlib.ExitStack() as stack:
-        running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+    with Supervisor() as supervisor:
         for host, command in probes.items():
-            # No pipe, which a background process of the command could keep open.
-            errors = stack.enter_context(tempfile.TemporaryFile())
-            # A command that can't be started says nothing of the host.
-            with contextlib.suppress(OSError):
-                null = subprocess.DEVNULL
-                process = subprocess.Popen(command, stdin=null, stdout=null, stderr=errors, start_new_session=True)
-                running[host] = process, errors
+            supervisor.start(host, command)
         deadline = time.monotonic() + _ANSWER_SECS
-        while any(process.poll() is None for process, _ in running.values()) and time.monotonic() < deadline:
-            if is_interrupted():
-                break
-            time.sleep(_LOOK_SECS)
-        reasons = {host: _reason(process, errors) for host, (process, errors) in running.items()}
-    return {} if is_interrupted() else {host: reason for host, reason in reasons.items() if reason}
-
-
-def _reason(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
-    """Ends a probe; returns the reason why its host can't be reached, or "" if it can."""
-    if process.poll() is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return f"it does not answer within {_ANSWER_SECS:g} s"
-    errors.seek(0)
-    said = errors.read().decode("utf-8", "replace").strip().splitlines()
-    code = process.returncode
-    return (said[-1][:200] if said else f"exit code {code}") if code else ""
+        while supervisor.running and time.monotonic() < deadline and not is_interrupted():
+            supervisor.wait_first_exit(_LOOK_SECS)
+        reasons = {process.name: f"it does not answer within {_ANSWER_SECS:g} s" for process in supervisor.running}
+        supervisor.stop(signals=())
+        for process in supervisor.processes:
+            # A command that can't be started says nothing of the host.
+            if process.name not in reasons and process.returncode not in (0, _NO_PROGRAM):
+                reasons[process.name] = process.tail[-1][:200] if process.tail else f"exit code {process.returncode}"
+    return {} if is_interrupted() else reasons

@@ -189,10 +189,6 @@ class Process:
         """Run time of the task so far, or until its end."""
         return (self._ended_at or time.monotonic()) - self._started_at
 
-    def poll(self) -> int | None:
-        """Returns the return code, or None while the task runs."""
-        return self.returncode
-
     def wait(self, timeout_secs: float | None = None) -> int | None:
         """Waits until the task and its descendants have ended and their output is read; returns None on timeout."""
         return self.returncode if self._over.wait(timeout_secs) else None
@@ -346,7 +342,7 @@ class Supervisor:
     @property
     def running(self) -> tuple[Process, ...]:
         """Tasks that have not ended yet."""
-        return tuple(process for process in self._processes if process.poll() is None)
+        return tuple(process for process in self._processes if process.returncode is None)
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> Process:
         """Starts one task.
