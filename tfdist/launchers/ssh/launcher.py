@@ -238,9 +238,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 def parse_hosts(text: str, name: str = "hostfile") -> list[Host]:
     """Parses the text of a file. See `read_hostfile`."""
-    # "a:2" is "a slots=2", as in --hosts.
-    read = [(re.sub(r"^(\s*[^\s:]+):(\d+)(?=\s|$)", r"\1 slots=\2", line), line) for line in text.split("\n")]
-    lines = [(words.partition("#")[0].split(), line) for words, line in read]
+    lines = [(line.partition("#")[0].split(), line) for line in text.split("\n")]
     entries = [(words, f"{name}, line {number}", line) for number, (words, line) in enumerate(lines, 1) if words]
     if not entries:
         raise LaunchError(f"{name} lists no host; {_EXAMPLE} on a line. Received: nothing")
@@ -253,9 +251,7 @@ def hosts_from_flag(text: str) -> list[Host]:
     Raises:
       LaunchError: an entry is invalid.
     """
-    # "a:2" is "a slots=2" of a file.
-    words = [item.strip().replace(":", "\0slots=", 1).split("\0") for item in text.split(",")]
-    return _hosts([(each, "--hosts", text) for each in words], "write --hosts=a,user@b:2")
+    return _hosts([([item.strip()], "--hosts", text) for item in text.split(",")], "write --hosts=a,user@b:2")
 
 
 def _hosts(entries: Sequence[tuple[list[str], str, str]], remedy: str) -> list[Host]:
@@ -273,6 +269,9 @@ def _hosts(entries: Sequence[tuple[list[str], str, str]], remedy: str) -> list[H
 
 
 def _host(login: str, *options: str) -> Host:
+    if login.count(":") == 1:  # "a:2" is "a slots=2"; more colons are of an address.
+        login, _, count = login.partition(":")
+        options = (f"slots={count}", *options)
     if not _LOGIN.fullmatch(login):
         raise ValueError("the name of the host is invalid")
     found: dict[str, str] = {}
