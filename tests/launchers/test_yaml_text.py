@@ -10,7 +10,7 @@ from tfdist.launchers.kubernetes import launcher as kubernetes
 
 def test_a_document():
     value = {"a": {"b c": [1, {"d": "x y", "e": []}, ["f"]], "g": {}}, "h": True, "on": "off"}
-    assert kubernetes.yaml_document(value) == (
+    assert kubernetes.yaml_documents([value]) == (
         'a:\n  b c:\n  - 1\n  - d: x y\n    e: []\n  - - f\n  g: {}\nh: true\n"on": "off"\n'
     )
 
@@ -39,12 +39,12 @@ def test_a_document():
     ],
 )
 def test_text_that_looks_like_something_else_is_quoted(text):
-    assert kubernetes.yaml_document({"a": text}) == f'a: "{text}"\n'
+    assert kubernetes.yaml_documents([{"a": text}]) == f'a: "{text}"\n'
 
 
 def test_text_with_anything_in_it_is_one_line():
     text = '"\\\n\t\r\0\x7f\x85\u2028é😀'
-    written = kubernetes.yaml_document({"a": text})
+    written = kubernetes.yaml_documents([{"a": text}])
     assert written.splitlines() == [written.removesuffix("\n")]
     assert yaml.safe_load(written) == {"a": text}
 
@@ -55,9 +55,9 @@ def test_two_documents():
 
 def test_what_is_not_plain_data_is_refused():
     with pytest.raises(yaml.representer.RepresenterError, match="cannot represent an object"):
-        kubernetes.yaml_document({"a": object()})
+        kubernetes.yaml_documents([{"a": object()}])
 
 
 @hypothesis.given(hypothesis.strategies.text())
 def test_any_text_is_read_as_the_same_text(text):
-    assert yaml.safe_load(kubernetes.yaml_document({"a": text})) == {"a": text}
+    assert yaml.safe_load(kubernetes.yaml_documents([{"a": text}])) == {"a": text}

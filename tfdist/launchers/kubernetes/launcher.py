@@ -354,17 +354,12 @@ _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", ".
 
 
 def yaml_documents(objects: Iterable[Mapping[str, Any]]) -> str:
-    """Returns several YAML documents in one text."""
-    return "---\n".join(yaml_document(value) for value in objects)
-
-
-def yaml_document(value: Mapping[str, Any]) -> str:
-    """Returns one YAML document, ended by a newline.
+    """Returns YAML documents in one text, ended by a newline.
 
     Raises:
       yaml.representer.RepresenterError: a value is no dict, list, text, number or boolean.
     """
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
 class _Dumper(yaml.SafeDumper):
