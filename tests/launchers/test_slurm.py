@@ -44,7 +44,7 @@ def test_a_plan_as_text():
         srun=("--container-image=me/train:1",),
         setup=("module load cuda", ". venv/bin/activate"),
     )
-    assert str(slurm.plan(job)) == (GOLDEN / "slurm.sh").read_text()
+    assert slurm.plan(job) == (GOLDEN / "slurm.sh").read_text()
 
 
 def test_what_is_planned_is_shell():
@@ -300,7 +300,7 @@ def test_what_slurm_refuses_is_one_line(launch):
 def test_without_slurm_it_says_where_to_go(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(requests.LaunchError, match="no command sbatch on this machine's PATH; call this on a login"):
-        slurm.submit(slurm.SlurmRequest("#!/bin/bash\n"))
+        slurm.submit("#!/bin/bash\n")
 
 
 def test_a_dry_run_is_the_script_unless_a_folder_is_absent(tmp_path, monkeypatch, capsys):

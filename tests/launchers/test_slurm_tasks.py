@@ -66,7 +66,7 @@ def test_hosts_without_workers_ask_for_no_gpus():
         partition="gpu",
         sbatch=("--gpu-bind=none", "--exclusive"),
     )
-    first, second = str(slurm.plan(job)).split("#SBATCH hetjob\n")
+    first, second = slurm.plan(job).split("#SBATCH hetjob\n")
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks=2\n" in first
     assert "#SBATCH --gpus-per-node=4\n" in first
     assert "#SBATCH --gpu-bind=none\n" in first

@@ -132,19 +132,9 @@ class SlurmJob(Job):
         return slurm_job.used_by_sbatch(name, getattr(self, name), self.sbatch, os.environ)
 
 
-@dataclasses.dataclass(frozen=True)
-class SlurmRequest:
-    """A batch script."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def plan(job: SlurmJob) -> SlurmRequest:
+def plan(job: SlurmJob) -> str:
     """Returns the batch script that `submit` would pass to sbatch."""
-    return SlurmRequest("\n".join(["#!/bin/bash", *_directives(job), "", _body(job)]))
+    return "\n".join(["#!/bin/bash", *_directives(job), "", _body(job)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +260,7 @@ def with_cpus(job: SlurmJob) -> SlurmJob:
             sharing = dataclasses.replace(job, cpus_per_task=cpus)
             # Slurm may reserve CPUs of a node, or close some to the partition.
             refusal = f"sbatch refuses {cpus} of them"
-            tools.run_tool(["sbatch", "--test-only"], str(plan(sharing)))
+            tools.run_tool(["sbatch", "--test-only"], plan(sharing))
             _log.say(f"--cpus_per_task={cpus}: the tasks of a node share its CPUs")
             return sharing
     except LaunchError as error:
@@ -278,11 +268,11 @@ def with_cpus(job: SlurmJob) -> SlurmJob:
     return job
 
 
-def submit(request: SlurmRequest, output: str = "slurm-%j.out") -> int:
+def submit(text: str, output: str = "slurm-%j.out") -> int:
     """Passes the script to sbatch and prints the job's id.
 
     Args:
-      request: result of `plan`.
+      text: result of `plan`.
       output: the file of the job's output, for the line to copy.
 
     Returns:
@@ -298,7 +288,7 @@ def submit(request: SlurmRequest, output: str = "slurm-%j.out") -> int:
     with subprocess.Popen([sbatch, "--parsable"], stdin=pipe, stdout=pipe, encoding="utf-8") as process:
         try:
             with contextlib.suppress(BrokenPipeError), process.stdin as script:  # pyright: ignore[reportOptionalContextManager]
-                script.write(request.text)
+                script.write(text)
             if number := process.stdout.readline().strip().partition(";")[0]:
                 sys.stdout.write(f"{number}\n")
                 sys.stdout.flush()
