@@ -260,6 +260,13 @@ def test_an_mpi_launcher_without_a_cluster_is_said(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("installed_mpi")
+def test_auto_says_that_no_worker_could_start_its_library(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setattr(mpi, "untried", lambda name: f"{name} could not be started: no shared memory")
+    assert _communication.connect("auto", Alone(), CPUS, 60.0) is None
+    assert "and not MPI: on worker:0, MPICH 5.0.2 could not be started: no shared memory" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("installed_mpi")
 def test_auto_takes_a_library_that_needs_no_launcher(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mpi, "untried", lambda name: "")
     assert _communication._local_state("auto", CPUS, 2) == {"library": "MPICH 5.0.2"}

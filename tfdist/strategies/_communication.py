@@ -133,7 +133,7 @@ def _exchange(agreement: Agreement, job: str, timeout_secs: float) -> mpi.Exchan
 
 
 def _local_state(asked: str, devices: Sequence[str], num_workers: int) -> dict[str, str]:
-    """Returns what speaks against MPI on this worker as `problem`, or the name of its `library`.
+    """Returns what speaks against MPI on this worker as `problem`, and the name of its `library` if it has one.
 
     And `launched` if an MPI launcher has started as many processes as there are workers, with this one.
     """
@@ -149,7 +149,7 @@ def _local_state(asked: str, devices: Sequence[str], num_workers: int) -> dict[s
     except (ImportError, RuntimeError, OSError) as error:
         return {"problem": f"mpi4py finds no MPI library ({error}): pip install mpich, or set MPI4PY_LIBMPI"}
     if asked == AUTO and size != num_workers and (problem := mpi.untried(name)):
-        return {"problem": problem}
+        return {"problem": problem, "library": name}
     if mpi.needs_launcher(name) and size != num_workers:
         started = "none has" if size is None else f"it has started {size} processes for {num_workers} workers"
         return {
