@@ -629,14 +629,8 @@ SLOW = {
     # Others have parts without examples, and layers in loops.
     *("NaN of zeros, sum loss", "recurrent, built from one example", "fewer examples than replicas, eagerly"),
     # Steps and losses of users' code, of which one of each kind is enough.
-    *(
-        "step of_keras",
-        "step of_both",
-        "step tracked",
-        "step decorated",
-        "step that assigns",
-        "functions around those of Keras",
-    ),
+    *("step of_keras", "step of_both", "step tracked", "step decorated", "step that assigns"),
+    "functions around those of Keras",
     *("own functions", "own functions, step decorated", "metrics of one number, one over", "step sum_by_batch"),
     *("step mean_by_hand, one over", "step mean_by_hand, fewer examples than replicas", "step tracked by other names"),
     *("own compute_loss", "loss one number of a class", "loss beside one of Keras", "losses of layers alone"),
