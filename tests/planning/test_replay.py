@@ -116,7 +116,7 @@ def test_replay_that_misses_its_run_gives_no_advice(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("policies", "count", "reason"),
     [
-        ((), 20, "no advice: 18 updates on the same workers, and 30 are needed; train on"),
+        ((), 20, "no advice: 18 updates on the same workers, and 30 are needed; train longer"),
         (("ParameterAveraging(every_steps=4)",), 60, "no advice: with ParameterAveraging no update is made of"),
         (("Mine()",), 60, "no advice: policies names no policy; "),
     ],
@@ -167,4 +167,4 @@ def test_flag_that_a_run_can_not_answer_is_refused(tmp_path, capsys, arguments, 
 
 def test_directory_without_a_log_is_one_line(tmp_path, capsys):
     assert cli.main(["advise", str(tmp_path)]) == 2
-    assert "has no update log" in capsys.readouterr().err
+    assert "there is no update log below" in capsys.readouterr().err

@@ -112,7 +112,8 @@ def advise(timeline: Timeline, counts: Sequence[int] = ()) -> Advice:
 def _in_words(run: _Run, now: Case, chosen: Case) -> str:
     if chosen is now:
         policies = ", ".join(run.policies) or "no policy"
-        return f"keep {len(now.workers)} workers and {policies}: nothing that was replayed is faster"
+        workers = f"{len(now.workers)} worker{'s' * (len(now.workers) > 1)}"
+        return f"keep {workers} and {policies}: nothing that was replayed is faster"
     without = [name for name in now.workers if name not in chosen.workers]
     few = len(without) < 3
     leave = f"leave out {' and '.join(without) if few else f'{without[-1]} and {len(without) - 1} others'}"
@@ -220,7 +221,7 @@ def _steady(timeline: Timeline) -> tuple[Updates, Contributions]:
     offsets = updates.offsets[int(edges[longest])], updates.offsets[int(edges[longest]) + len(part)]
     if len(part) < _LEAST_UPDATES:
         raise ReplayError(
-            f"no advice: {len(part)} updates on the same workers, and {_LEAST_UPDATES} are needed; train on"
+            f"no advice: {len(part)} updates on the same workers, and {_LEAST_UPDATES} are needed; train longer first"
         )
     return report.newest(part, timeline.contributions[int(offsets[0]) : int(offsets[1])], _MOST_GRADIENTS)
 
