@@ -6,6 +6,7 @@ A contender is one process or several (`contender.py`), which stay alive from th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -97,6 +98,16 @@ class Team:
         """
         self._send(("go", delays))
         return max(self._answers())
+
+    def processes(self) -> dict[str, list[int]]:
+        """Returns the ids of the processes of each task."""
+        groups = {process.pid: process.name for process in self._supervisor.processes}
+        found: dict[str, list[int]] = {name: [] for name in groups.values()}
+        for process in [int(path.name) for path in pathlib.Path("/proc").glob("[0-9]*")]:
+            with contextlib.suppress(ProcessLookupError):
+                if (group := os.getpgid(process)) in groups:
+                    found[groups[group]].append(process)
+        return found
 
     def ask(self) -> list[Any]:
         """Returns what each process reports, between two segments."""

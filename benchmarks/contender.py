@@ -142,10 +142,19 @@ def _multi_worker_mpi_spinning() -> Loop:
     return _multi_worker_tfdist("mpi", 1, 1)
 
 
-def _multi_worker_torch() -> Loop:
+def _multi_worker_torch(is_independent: bool = False) -> Loop:
     import torch_ddp
 
-    return torch_ddp.loop_of(FLAGS.size)
+    return torch_ddp.loop_of(FLAGS.size, is_independent)
+
+
+def _multi_worker_independent() -> Loop:
+    """Keras without a strategy, in a process that is set up as those of `_multi_worker_tfdist`."""
+    import tensorflow as tf
+
+    _tfdist()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    return _one_device()
 
 
 def _multi_worker_warmup() -> Loop:
@@ -314,6 +323,8 @@ CONTENDERS: dict[str, Callable[[], Loop]] = {
     "multi_worker/mpi spinning": _multi_worker_mpi_spinning,
     "multi_worker/mpi x16": functools.partial(_multi_worker_tfdist, "mpi", 16, 1),
     "multi_worker/torch": _multi_worker_torch,
+    "multi_worker/torch independent": functools.partial(_multi_worker_torch, is_independent=True),
+    "multi_worker/independent": _multi_worker_independent,
     "mirrored/tfdist": _mirrored_tfdist,
     "mirrored/stock": _mirrored_stock,
     "mirrored/no policy": _mirrored_no_policy,

@@ -23,6 +23,7 @@ from typing import Any
 import arena
 import asynchrony
 import deaths
+import distribution
 import first_step
 import launch_start
 import sharded_tables
@@ -50,6 +51,11 @@ _SUMMED_UP: dict[str, tuple[Callable[[], Any], Callable[[Any], str]]] = {
     "traffic": (lambda: traffic.measure(_say), traffic.summary),
     "first_step": (lambda: first_step.measure(FLAGS.rounds or 5, _say), first_step.summary),
     "sharded_tables": (lambda: sharded_tables.measure(FLAGS.rounds or 9, _say), sharded_tables.summary),
+    "cost": (lambda: distribution.measure_cost(FLAGS.sizes, FLAGS.rounds or 5, _say), distribution.cost_summary),
+    "handoffs": (
+        lambda: distribution.measure_handoffs(FLAGS.sizes, FLAGS.rounds or 5, _say),
+        distribution.handoffs_summary,
+    ),
     "launch_start": (lambda: launch_start.measure(FLAGS.rounds or 7, _say), launch_start.summary),
 }
 _EVERYTHING = (*ROWS, *asynchrony.ROWS, warmup.ROW, "startup", *_SUMMED_UP)
@@ -114,7 +120,11 @@ def main(argv: list[str]) -> None:
         report["startup"] = _measure_startup()
     for name, (measure, summary) in _SUMMED_UP.items():
         if name in FLAGS.rows:
-            report[name] = measure()
+            try:
+                report[name] = measure()
+            except arena.ContenderError as error:
+                failures.append(f"{name}: {error}")
+                continue
             _say("")
             print(f"\n{summary(report[name])}", flush=True)
     _write(report)

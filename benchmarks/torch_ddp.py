@@ -14,11 +14,12 @@ import torch
 from sizes import SIZES
 
 
-def loop_of(size_name: str) -> Callable[[Any], None]:
+def loop_of(size_name: str, is_independent: bool = False) -> Callable[[Any], None]:
     """Sets the process up as the worker that TF_CONFIG names.
 
     Args:
       size_name: a key of `sizes.SIZES`.
+      is_independent: True to train without the other workers.
 
     Returns:
       What trains in segments, whenever `segments.Gate` lets it.
@@ -26,7 +27,9 @@ def loop_of(size_name: str) -> Callable[[Any], None]:
     config = json.loads(os.environ["TF_CONFIG"])
     workers, index = config["cluster"]["worker"], config["task"]["index"]
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://{workers[0]}", rank=index, world_size=len(workers))
+    if not is_independent:
+        how = {"init_method": f"tcp://{workers[0]}", "rank": index, "world_size": len(workers)}
+        torch.distributed.init_process_group("gloo", **how)
     size = SIZES[size_name]
     widths = (size.features, *size.layers)
     layers = [
@@ -34,7 +37,9 @@ def loop_of(size_name: str) -> Callable[[Any], None]:
         for fan_in, fan_out in itertools.pairwise(widths)
         for layer in (torch.nn.Linear(fan_in, fan_out), torch.nn.ReLU())
     ]
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers[:-1]))
+    model = torch.nn.Sequential(*layers[:-1])
+    if not is_independent:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     generator = np.random.default_rng(index)
     x = torch.tensor(generator.normal(size=(size.batch, size.features)).astype("float32"))
