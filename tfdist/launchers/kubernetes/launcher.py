@@ -174,12 +174,8 @@ def check_pods(pods: Pods) -> None:
             raise LaunchError(f"an argument is not UTF-8 text, which is all Kubernetes takes. Received: {text!r}")
 
 
-def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
+def submit(request: KubernetesRequest) -> int:
     """Creates all objects or none, and checks that their pods can be created.
-
-    Args:
-      request: the objects to create.
-      start_timeout_secs: how long to wait for the pods; 0 for no wait.
 
     Returns:
       0 if the objects were created; 1 if they were, but the cluster refuses to create their pods.
@@ -197,14 +193,12 @@ def submit(request: KubernetesRequest, start_timeout_secs: float = 20.0) -> int:
         f"{logs}   follows what the tasks print",
         f"{request.removal}   ends the job and removes all of it",
     )
-    return look_for_pods(kubectl, request, start_timeout_secs) if start_timeout_secs else 0
+    return look_for_pods(kubectl, request) if request.pods.start_timeout_secs else 0
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines this platform's flags."""
     shape.define_flags(values, Shape, Pods)
-    secs_help = "seconds to look whether the job's pods can be created; 0 for not at all"
-    flags.DEFINE_float("start_timeout_secs", 20.0, secs_help, lower_bound=0, upper_bound=1_000_000, flag_values=values)
     table = {
         "node_selector": ([], "LABEL=VALUE of the nodes for workers; may be repeated"),
         "claim": ([], "NAME=DIRECTORY: where a volume claim is mounted; may be repeated"),
@@ -242,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     patches = [patch for path in values.patch for patch in read_patches(path)]
     request = plan(pods_from_flags(values, command), patches)
-    return command_line.submit_or_show(values, request, lambda: submit(request, values.start_timeout_secs))
+    return command_line.submit_or_show(values, request, lambda: submit(request))
 
 
 # Creates a job's objects through kubectl, all of them or none, and checks that their pods are created.
@@ -287,13 +281,13 @@ def _problem(error: LaunchError, request: KubernetesRequest) -> str:
     return str(error)
 
 
-def look_for_pods(kubectl: str, request: KubernetesRequest, timeout_secs: float) -> int:
+def look_for_pods(kubectl: str, request: KubernetesRequest) -> int:
     """Waits until all pods are created; they need not run yet.
 
     Returns:
       1 if the cluster refuses to create pods; 0 if all are created, or no refusal is known.
     """
-    start, asked = time.monotonic(), len(request.pods.shape.tasks)
+    start, asked, timeout_secs = time.monotonic(), len(request.pods.shape.tasks), request.pods.start_timeout_secs
     refused_secs: float | None = None
     while True:
         waited_secs = time.monotonic() - start

@@ -7,6 +7,7 @@ gives each pod a name; a NetworkPolicy admits only the job's own pods.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -50,15 +51,13 @@ class Pods(Job):
     port: int = setting(2222, "port of every task", least=1, most=65534)
     max_restarts: int = setting(3, "failures that each task may have; preemptions don't count")
     max_preemptions: int = setting(100, "preemptions that the job may have")
+    start_timeout_secs: float = setting(20.0, "seconds to look whether the job's pods can be created; 0 for not at all")
     grace_period_secs: int = setting(120, "seconds that a pod has to save its work after SIGTERM")
 
     @property
     def roles(self) -> dict[str, int]:
         """Number of tasks of each kind."""
-        sizes: dict[str, int] = {}
-        for task in self.shape.tasks:
-            sizes[task.type] = sizes.get(task.type, 0) + 1
-        return sizes
+        return collections.Counter(task.type for task in self.shape.tasks)
 
     @property
     def labels(self) -> dict[str, str]:
