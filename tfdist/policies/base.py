@@ -63,7 +63,7 @@ class Policy:
             inherited = getattr(super(cls, cls), name, None)
             if name in _OVERRIDABLE and inherited is None:
                 raise TypeError(f"{cls.__name__}.{name}: of {cls.__mro__[1].__name__} no strategy calls it; {_DERIVE}")
-            if is_method and isinstance(inherited, property) and getter is None:
+            if is_method and getter is None and inherited is not None and not callable(inherited):
                 raise TypeError(f"{cls.__name__}.{name} must be a property; write @property above it")
             if name in _ANSWERS and getter is not None:
                 setattr(cls, name, property(_answering(cls, name, getter)))
