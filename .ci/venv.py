@@ -28,8 +28,7 @@ SUFFIX = f"-{VERSIONS}" if VERSIONS else ""
 VENV = ROOT / f".venv{SUFFIX}"
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / f"constraints{SUFFIX}.txt"
-# The C part of an editable installation is compiled when it is installed.
-INPUTS = (CONSTRAINTS, ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "tfdist" / "compression" / "_native.c")
+INPUTS = (CONSTRAINTS, ROOT / "setup.py", ROOT / "pyproject.toml")
 SUPPORTED = ((3, 11), (3, 14))
 
 

@@ -1,62 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory is used again when nothing refers to it any more, and not before."""
+"""Arrays of codecs: sums a chunk at a time, positions beyond 32 bits."""
 
 from __future__ import annotations
-
-import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compression import LocalTransport, Threshold, frames
+from tfdist.compression import LocalTransport, Threshold, frames, gathered
 
 LARGE = 1 << 18
 
 pytestmark = pytest.mark.devices
 
 
-def test_arrays_are_aligned_and_of_their_size():
-    pool = frames.Pool()
-    for size in (0, 1, 17, LARGE, LARGE + 1):
-        array = pool.zeros(size)
-        assert array.dtype == np.float32 and array.shape == (size,)
-        assert not size or array.ctypes.data % 64 == 0
-        assert not array.any()
-
-
-def test_memory_is_used_again_after_the_last_reference():
-    pool = frames.Pool()
-    first = pool.empty(LARGE)
-    address = first.ctypes.data
-    second = pool.empty(LARGE)
-    assert second.ctypes.data != address
-    view = first[5:].reshape(-1, 1)
-    del first
-    assert pool.empty(LARGE).ctypes.data != address
-    del view
-    assert pool.empty(LARGE).ctypes.data == address
-
-
-def test_memory_is_used_again_for_arrays_of_its_size_only():
-    pool = frames.Pool()
-    address = pool.empty(LARGE).ctypes.data
-    assert pool.empty(LARGE + 16).ctypes.data != address
-    assert pool.empty(LARGE).ctypes.data == address
-
-
-def test_threads_do_not_share_memory():
-    pool, taken = frames.Pool(), []
-
-    def take() -> None:
-        taken.extend(pool.empty(LARGE) for _ in range(50))
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({array.ctypes.data for array in taken}) == 200
+@pytest.mark.parametrize("size", [0, 1, 17, LARGE])
+def test_arrays_are_aligned_and_of_their_size(size: int):
+    array = frames.empty(size)
+    assert array.dtype == np.float32 and array.shape == (size,)
+    assert not size or array.ctypes.data % 64 == 0
 
 
 def test_tensors_of_earlier_steps_keep_their_values():
@@ -70,3 +32,36 @@ def test_tensors_of_earlier_steps_keep_their_values():
     for total, total_then, residual, residual_then in found:
         np.testing.assert_array_equal(total, total_then)
         np.testing.assert_array_equal(residual, residual_then)
+
+
+def found_in(values: np.ndarray, bound: float, first: int = 0) -> list[int] | None:
+    out, entries = np.empty_like(values), np.empty(values.size, np.int64)
+    count = gathered.compute_and_find(
+        out, lambda chunk: np.multiply(values[chunk], 2, out=out[chunk]), bound, entries, first
+    )
+    return None if count is None else entries[:count].tolist()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_each_value_that_is_not_finite_is_found(bad: float):
+    size = 2 * gathered.CHUNK + 5
+    for index in (0, gathered.CHUNK, size - 1):
+        values = np.zeros(size, np.float32)
+        values[index] = bad
+        assert found_in(values, gathered.LARGEST) is None
+
+
+def test_entries_of_all_chunks_are_found_in_order():
+    values = np.zeros(2 * gathered.CHUNK + 5, np.float32)
+    positions = np.array([0, 7, gathered.CHUNK, 2 * gathered.CHUNK + 4])
+    values[positions] = [1, -1, 2, -2]
+    assert found_in(values, 1.0) == (2 * positions + [0, 1, 0, 1]).tolist()
+    assert found_in(values, 2.0) == (2 * positions[2:] + [0, 1]).tolist()
+
+
+def test_positions_beyond_32_bits_are_exact():
+    first = 2**40 + 1
+    entries = np.array(found_in(np.array([0, 2, -3, 0], np.float32), 1.0, first))
+    assert entries.tolist() == [2 * (first + 1), 2 * (first + 2) + 1]
+    slices = gathered.slices_of(entries, [2**40, 3, 2**35])
+    assert [entries[each].size for each in slices] == [0, 1, 1]

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs in server processes: requests, damaged messages, memory, and codecs that are refused."""
+"""Codecs in server processes: requests, damaged messages, and codecs that are refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import weakref
 
 import numpy as np
 import pytest
@@ -76,14 +74,3 @@ def test_damaged_halves_name_their_sender(dtype: str) -> None:
             server(content, wrong, sender)
     with pytest.raises(ValueError, match="it is of other tensors"):
         server(on_servers.request("content", SPECS[:1]), message, sender)
-
-
-def test_memory_of_steps_that_ended_is_freed_when_another_is_traced() -> None:
-    server, given = on_servers.CodecServer("worker:0"), (np.ones(1 << 20, np.float32),) * 2
-    request = on_servers.request("encode", [tf.TensorSpec([1 << 20])], SignSGD())
-    server(request, *given)
-    pool = weakref.ref(server._prepared[request].pool)
-    server(on_servers.request("encode", SPECS, SignSGD()), *GRADIENTS, *map(np.zeros_like, GRADIENTS))
-    gc.collect()
-    assert pool() is None
-    assert server(request, *given)[2].size == 1 << 20

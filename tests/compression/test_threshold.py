@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from entropy import entropy_bits
 
-from tfdist.compression import LocalTransport, Threshold, frames, native
+from tfdist.compression import LocalTransport, Threshold, frames
 
 pytestmark = pytest.mark.devices
 
@@ -25,8 +25,7 @@ def run(codec: Threshold, gradients: list[np.ndarray]) -> tuple[list[np.ndarray]
     return sums, state, sizes
 
 
-@pytest.mark.parametrize("entropy_coding", [True, False])
-def test_steps_follow_stroms_formula(entropy_coding: bool, kernels: native.Kernels):
+def test_steps_follow_stroms_formula():
     """A transcription: r += g; +-tau where |r| > tau; r -= what was sent."""
     rng = np.random.default_rng(0)
     gradients = [rng.standard_normal(1000).astype(np.float32) for _ in range(8)]
@@ -37,7 +36,7 @@ def test_steps_follow_stroms_formula(entropy_coding: bool, kernels: native.Kerne
         sent = np.where(kept > tau, tau, np.where(kept < -tau, -tau, np.float32(0)))
         kept -= sent
         expected.append(sent)
-    sums, state, _ = run(Threshold(2.25, clip_every=None, entropy_coding=entropy_coding), gradients)
+    sums, state, _ = run(Threshold(2.25, clip_every=None), gradients)
     np.testing.assert_array_equal(sums, expected)
     np.testing.assert_array_equal(state["residual/0"], kept)
     assert int(state["step"]) == 8 and float(state["tau"]) == 2.25
@@ -60,29 +59,17 @@ def test_messages_of_random_entries_are_near_the_entropy(density: float):
     assert bits <= 1.02 * entropy_bits(count / gradient.size)
 
 
-def test_a_tau_that_no_value_exceeds_sends_an_empty_message(kernels: native.Kernels):
+def test_a_tau_that_no_value_exceeds_sends_an_empty_message():
     sums, state, sizes = run(Threshold(1e30), [np.arange(1000.0)] * 2)
     assert sizes == [frames.HEADER_BYTES + 12] * 2
     assert not sums[1].any()
     np.testing.assert_array_equal(state["residual/0"], 2 * np.arange(1000.0))
 
 
-def test_words_take_4_bytes_per_entry():
-    _, _, sizes = run(Threshold(0.5, entropy_coding=False), [np.arange(1000) < 30])
-    assert sizes[0] == frames.HEADER_BYTES + 12 + 4 * 30
-
-
-def test_words_have_31_bits_for_a_position():
-    huge = [tf.TensorSpec([2**16, 2**15 + 1], tf.float32)]
-    with pytest.raises(ValueError, match="31 bits for a position; use entropy_coding=True"):
-        Threshold(0.5, entropy_coding=False).init(huge)
-
-
-@pytest.mark.parametrize("entropy_coding", [True, False])
-def test_dense_steps_send_a_bitmap_of_2_bits(entropy_coding: bool, kernels: native.Kernels):
+def test_dense_steps_send_a_bitmap_of_2_bits():
     rng = np.random.default_rng(1)
     gradients = [rng.standard_normal((331, 401)) for _ in range(2)]
-    sums, state, sizes = run(Threshold(0.25, clip_every=None, entropy_coding=entropy_coding), gradients)
+    sums, state, sizes = run(Threshold(0.25, clip_every=None), gradients)
     values = 331 * 401
     assert sizes == [frames.HEADER_BYTES + 12 + (values + 3) // 4] * 2
     assert set(np.unique(sums[0])) == {-0.25, 0.0, 0.25}
@@ -151,7 +138,7 @@ def test_workers_with_different_taus_are_added():
     np.testing.assert_allclose(codec.decode(rows, [spec], ["a", "b"])[0], [0.5 - 32.0] * 4)
 
 
-def test_payloads_of_hostile_senders_are_refused_or_valid(kernels: native.Kernels):
+def test_payloads_of_hostile_senders_are_refused_or_valid():
     """Checksums are right, as those of a sender are who wants to do harm."""
     rng = np.random.default_rng(5)
     codec, spec = Threshold(1.0), tf.TensorSpec([1000], tf.float32)
@@ -185,7 +172,6 @@ def test_payloads_of_hostile_senders_are_refused_or_valid(kernels: native.Kernel
         ({"max_density": 1.5}, "Received: max_density=1.5"),
         ({"min_density": 0.1}, "must not exceed max_density"),
         ({"clip_every": 0}, "positive number of steps, or None. Received: clip_every=0"),
-        ({"entropy_coding": "yes"}, "True or False"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], text: str):

@@ -9,7 +9,7 @@ import simulated
 import tensorflow as tf
 from entropy import entropy_bits
 
-from tfdist.compression import TopK, frames, native
+from tfdist.compression import TopK, frames
 
 pytestmark = pytest.mark.devices
 
@@ -49,7 +49,7 @@ def published(gradients: list[list[np.ndarray]], density: float, momentum: float
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("density", [0.001, 0.05, 1.0])
-def test_steps_follow_the_published_algorithm(momentum: float, density: float, kernels: native.Kernels):
+def test_steps_follow_the_published_algorithm(momentum: float, density: float):
     rng = np.random.default_rng(0)
     shapes = ((40_001,), (30, 7), ())
     gradients = [[rng.standard_normal(shape).astype(np.float32) for shape in shapes] for _ in range(6)]
@@ -82,7 +82,7 @@ def test_the_density_falls_exponentially_in_the_warmup():
 
 
 @pytest.mark.parametrize("size", [1, 999, 100_000])
-def test_of_equal_magnitudes_the_first_are_sent(size: int, kernels: native.Kernels):
+def test_of_equal_magnitudes_the_first_are_sent(size: int):
     gradient = [np.where(np.arange(size) % 2, -1.0, 1.0)]
     sums, _, _ = step(TopK(0.01, momentum=0), gradient, TopK(0.01, momentum=0).init(specs_of(gradient)))
     number = max(1, round(0.01 * size))
@@ -90,7 +90,7 @@ def test_of_equal_magnitudes_the_first_are_sent(size: int, kernels: native.Kerne
 
 
 @pytest.mark.parametrize("period", [64, 100, 1 << 12])
-def test_samples_that_mislead_change_no_result(period: int, kernels: native.Kernels):
+def test_samples_that_mislead_change_no_result(period: int):
     """Large values only at one place of each row, or in one run: the bound misses them, or finds too many."""
     rng = np.random.default_rng(0)
     codec = TopK(0.002, momentum=0)
@@ -139,7 +139,7 @@ def test_workers_add_what_they_have_sent():
     np.testing.assert_array_equal(states[1]["residual/0"], [1.0, 0.0, 0.0, 0.5])
 
 
-def test_payloads_of_hostile_senders_are_refused_or_valid(kernels: native.Kernels):
+def test_payloads_of_hostile_senders_are_refused_or_valid():
     """Checksums are right, as those of a sender are who wants to do harm."""
     rng = np.random.default_rng(5)
     codec, gradient = TopK(0.1, momentum=0), [rng.standard_normal(1000)]

@@ -21,66 +21,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-import sys
-import threading
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist.compression import native
-
-# Arrays that TensorFlow takes without a copy, in memory that is used again.
-#
-# A new array of 100 MB costs 25,000 page faults, which take as long as the sum that is written to it. So each traced
-# function keeps its large arrays, and writes the next step's into those that TensorFlow has released.
-
-
 # numpy_function passes arrays to TensorFlow without a copy if they are aligned as its own tensors are.
 _ALIGNMENT = 64
-# Below this size malloc itself keeps freed memory.
-_MIN_BYTES = 1 << 20
 
 
-class Pool:
-    """Float32 arrays for one function. Memory is free when no array, view or tensor refers to it any more.
-
-    The pool keeps as much as was in use at one time: one array more than the state, for an encoder. It ends with the
-    graph of its function. Safe to use by several threads.
-    """
-
-    def __init__(self) -> None:
-        self._memories: dict[int, list[np.ndarray]] = {}
-        self._lock = threading.Lock()
-
-    def empty(self, size: int) -> np.ndarray:
-        """Returns float32 [size] of any content."""
-        if 4 * size < _MIN_BYTES:
-            return _aligned(_memory(size), size)
-        with self._lock:
-            return _aligned(self._unused_memory(size), size)
-
-    def zeros(self, size: int) -> np.ndarray:
-        """Returns zeros, float32 [size]."""
-        array = self.empty(size)
-        array.fill(0)
-        return array
-
-    def _unused_memory(self, size: int) -> np.ndarray:
-        memories = self._memories.setdefault(size, [])
-        for index in range(len(memories)):
-            # Views of views refer to the memory itself. Here, the list and the argument of getrefcount do.
-            if sys.getrefcount(memories[index]) == 2:
-                return memories[index]
-        memories.append(_memory(size))
-        return memories[-1]
-
-
-def _memory(size: int) -> np.ndarray:
-    return np.empty(4 * size + _ALIGNMENT, np.uint8)
-
-
-def _aligned(memory: np.ndarray, size: int) -> np.ndarray:
+def empty(size: int) -> np.ndarray:
+    """Returns float32 [size] of any content, which TensorFlow takes without a copy."""
+    memory = np.empty(4 * size + _ALIGNMENT, np.uint8)
     offset = -memory.ctypes.data % _ALIGNMENT
     return memory[offset : offset + 4 * size].view(np.float32)
 
@@ -99,33 +51,29 @@ def _aligned(memory: np.ndarray, size: int) -> np.ndarray:
 _MAX_K = 56
 
 
-def encode(entries: np.ndarray, has_signs: bool, kernels: native.Kernels | None = None) -> np.ndarray:
+def encode(entries: np.ndarray, has_signs: bool) -> np.ndarray:
     """Encodes the gaps of entries.
 
     Args:
       entries: int64 [count], 2 * position + (1 if negative), of ascending positions.
       has_signs: False to leave out the signs.
-      kernels: for tests.
 
     Returns:
       uint8, of the smallest size that any k gives.
     """
-    kernels = kernels or native.kernels()
-    count = entries.size
-    if count == 0:
+    if not entries.size:
         return np.zeros(0, np.uint8)
-    k = _best_k(entries, kernels)
-    lengths = _lengths(count, k, has_signs)
-    data = np.zeros(1 + sum(lengths) + _bytes(count + kernels.zeros(entries, k)), np.uint8)
-    data[0] = k
-    signs, remainders, unary = np.split(data[1:], np.cumsum(lengths))
-    kernels.encode(entries, k, signs if has_signs else None, remainders, unary)
-    return data
+    gaps = np.diff(entries >> 1, prepend=-1) - 1
+    k = _best_k(gaps)
+    ends = np.cumsum((gaps >> k) + 1)
+    unary = np.zeros(ends[-1], np.uint8)
+    unary[ends - 1] = 1
+    remainders = ((gaps[:, None] >> np.arange(k)) & 1).astype(np.uint8)
+    streams = [*([(entries & 1).astype(np.uint8)] if has_signs else []), remainders.reshape(-1), unary]
+    return np.concatenate([np.array([k], np.uint8), *(np.packbits(each, bitorder="little") for each in streams)])
 
 
-def decode(
-    data: np.ndarray, count: int, has_signs: bool, num_values: int, kernels: native.Kernels | None = None
-) -> np.ndarray:
+def decode(data: np.ndarray, count: int, has_signs: bool, num_values: int) -> np.ndarray:
     """Decodes what `encode` returned.
 
     Args:
@@ -133,7 +81,6 @@ def decode(
       count: number of entries.
       has_signs: as given to `encode`.
       num_values: positions are below it.
-      kernels: for tests.
 
     Returns:
       int64 [count]; without signs all entries are positive.
@@ -141,7 +88,6 @@ def decode(
     Raises:
       ValueError: the data is nothing that `encode` returns.
     """
-    kernels = kernels or native.kernels()
     if count == 0:
         if data.size:
             raise ValueError("bytes follow the last entry")
@@ -150,25 +96,39 @@ def decode(
     if data.size == 0 or count > min(num_values, 8 * data.size):
         raise ValueError(f"{count} entries don't fit into {data.size} bytes")
     k = int(data[0])
-    lengths = _lengths(count, k, has_signs)
+    lengths = [-(-bits // 8) for bits in (count * has_signs, count * k)]
     if k > _MAX_K or sum(lengths) > data.size - 1:
         raise ValueError(f"{count} entries with remainders of {k} bits don't fit into {data.size} bytes")
     signs, remainders, unary = np.split(data[1:], np.cumsum(lengths))
     for stream, bits in ((signs, count * has_signs), (remainders, count * k)):
         if bits % 8 and stream[-1] >> bits % 8:
             raise ValueError("bits are set behind the last entry")
-    return kernels.decode(signs if has_signs else None, remainders, unary, count, k, num_values)
+    ones = np.flatnonzero(np.unpackbits(unary, bitorder="little"))
+    if len(ones) < count:
+        raise ValueError("the quotients end before the last entry")
+    if len(ones) > count or len(unary) != int(ones[-1]) // 8 + 1:
+        raise ValueError("bytes follow the last entry")
+    quotients = np.diff(ones, prepend=-1) - 1
+    # Before the shift, which might overflow.
+    if int(quotients.max()) > num_values >> k:
+        raise ValueError("an entry is beyond the last value")
+    bits_of = np.unpackbits(remainders, count=count * k, bitorder="little").reshape(count, k).astype(np.int64)
+    steps = (quotients << k) + (bits_of << np.arange(k)).sum(1, dtype=np.int64) + 1
+    positions = np.cumsum(steps) - 1
+    # Sums of many large gaps could overflow int64; those of float64 can't.
+    if float(steps.sum(dtype=np.float64)) > 2.0 * num_values + 2 or int(positions[-1]) >= num_values:
+        raise ValueError("an entry is beyond the last value")
+    negative = np.unpackbits(signs, count=count, bitorder="little") if has_signs else 0
+    return positions * 2 + negative
 
 
-def _best_k(entries: np.ndarray, kernels: native.Kernels) -> int:
+def _best_k(gaps: np.ndarray) -> int:
     """Returns the k of the fewest bits, the smallest of several."""
-    count = entries.size
 
     def bits(k: int) -> int:
-        return count * k + kernels.zeros(entries, k)
+        return gaps.size * k + int((gaps >> k).sum())
 
-    mean = ((int(entries[-1]) >> 1) + 1) / count
-    k = min(_MAX_K, max(0, round(math.log2(mean * math.log(2)))))
+    k = min(_MAX_K, max(0, round(math.log2((float(gaps.mean()) + 1) * math.log(2)))))
     # The bits are a convex function of k.
     best = bits(k)
     while k > 0 and (fewer := bits(k - 1)) <= best:
@@ -176,15 +136,6 @@ def _best_k(entries: np.ndarray, kernels: native.Kernels) -> int:
     while k < _MAX_K and (fewer := bits(k + 1)) < best:
         k, best = k + 1, fewer
     return k
-
-
-def _lengths(count: int, k: int, has_signs: bool) -> list[int]:
-    """Returns the bytes of the signs and of the remainders."""
-    return [_bytes(count * has_signs), _bytes(count * k)]
-
-
-def _bytes(bits: int) -> int:
-    return (bits + 7) // 8
 
 
 # A gradient of the sender was not finite. The frame has no payload.

@@ -21,6 +21,8 @@ from tfdist.compression import codec, frames
 # Comparisons by magnitude treat denormal numbers as zeros, as TensorFlow's threads do in their arithmetic.
 SMALLEST = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
+# Values per chunk: a few arrays of this size stay in the cache.
+CHUNK = 1 << 16
 
 Arrays = dict[str, np.ndarray]
 
@@ -45,12 +47,12 @@ class GatheredCodec(codec.Codec):
         self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: codec.State
     ) -> tuple[tf.Tensor, codec.State]:
         names = list(state)
-        layout, pool = frames.FrameLayout.of(codec.sizes_of(specs)), frames.Pool()
+        layout = frames.FrameLayout.of(codec.sizes_of(specs))
 
         def encode(*inputs: np.ndarray) -> list[np.ndarray]:
             gradients, values = inputs[: len(specs)], inputs[len(specs) :]
             old = dict(zip(names, values, strict=True))
-            message, new = self.message_of(gradients, old, layout, pool)
+            message, new = self.message_of(gradients, old, layout)
             return [message, *(new[name] for name in names)]
 
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
@@ -60,16 +62,16 @@ class GatheredCodec(codec.Codec):
         return message, {name: tf.reshape(value, state[name].shape) for name, value in zip(names, new, strict=True)}
 
     def _decode(self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]) -> list[tf.Tensor]:
-        sizes, pool = codec.sizes_of(specs), frames.Pool()
+        sizes = codec.sizes_of(specs)
 
         def decode(rows: np.ndarray) -> list[np.ndarray]:
-            return self.sum_of(rows, sizes, senders, pool)
+            return self.sum_of(rows, sizes, senders)
 
         flat = _in_numpy(decode, [received], [tf.float32] * len(sizes)) if sizes else []
         return [tf.cast(tf.reshape(total, spec.shape), spec.dtype) for total, spec in zip(flat, specs, strict=True)]
 
     def message_of(
-        self, gradients: Sequence[np.ndarray], state: Arrays, layout: frames.FrameLayout, pool: frames.Pool
+        self, gradients: Sequence[np.ndarray], state: Arrays, layout: frames.FrameLayout
     ) -> tuple[np.ndarray, Arrays]:
         """Encodes arrays, as `encode` does tensors.
 
@@ -77,27 +79,23 @@ class GatheredCodec(codec.Codec):
           gradients: float32 [size] each.
           state: 1-D arrays by name; of scalars [1].
           layout: of the gradients.
-          pool: has the memory for the new state.
 
         Returns:
           The message, uint8 [length], and the new state.
         """
-        payload, new = self._encode_arrays(gradients, state, pool)
+        payload, new = self._encode_arrays(gradients, state)
         if payload is None:
             # TensorFlow may share the memory of the old state.
             payload, new = Payload(frames.NON_FINITE, []), {name: value.copy() for name, value in state.items()}
         return frames.build(self.number, payload.flags, layout, payload.parts), new
 
-    def sum_of(
-        self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str], pool: frames.Pool
-    ) -> list[np.ndarray]:
+    def sum_of(self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str]) -> list[np.ndarray]:
         """Decodes messages, as `decode` does.
 
         Args:
           rows: uint8 [number of messages, capacity].
           sizes: number of values of each gradient.
           senders: name of the sender of each row.
-          pool: has the memory for the sums.
 
         Returns:
           The sums, float32 [size] each.
@@ -107,7 +105,9 @@ class GatheredCodec(codec.Codec):
         """
         if len(rows) != len(senders):
             raise ValueError(f"each message needs the name of its sender. Received: {len(rows)} messages, {senders=}")
-        sums = [pool.zeros(size) for size in sizes]
+        sums = [frames.empty(size) for size in sizes]
+        for total in sums:
+            total.fill(0)
         layout, is_finite = frames.FrameLayout.of(sizes), True
         for row, sender in zip(rows, senders, strict=True):
             try:
@@ -124,15 +124,12 @@ class GatheredCodec(codec.Codec):
         return sums
 
     @abc.abstractmethod
-    def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: Arrays, pool: frames.Pool
-    ) -> tuple[Payload | None, Arrays]:
+    def _encode_arrays(self, gradients: Sequence[np.ndarray], state: Arrays) -> tuple[Payload | None, Arrays]:
         """Encodes gradients; returns the payload, None if a value is not finite, and the new state.
 
         Args:
           gradients: float32 [size]; neither they nor the state may be written to.
           state: 1-D arrays; of scalars [1].
-          pool: has the memory for a new state.
         """
 
     @abc.abstractmethod
@@ -159,6 +156,43 @@ def slices_of(entries: np.ndarray, sizes: Sequence[int]) -> list[slice]:
     # Entry 2 * p is the first at position p or behind it.
     bounds = np.searchsorted(entries, 2 * np.cumsum([0, *sizes], dtype=np.int64))
     return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def adding(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> Callable[[slice], object]:
+    """Returns a function for `compute_and_find` that adds float32 arrays."""
+    return lambda chunk: np.add(a[chunk], b[chunk], out=out[chunk])
+
+
+def compute_and_find(
+    out: np.ndarray, compute: Callable[[slice], object], bound: float, entries: np.ndarray, first: int = 0
+) -> int | None:
+    """Computes values a chunk at a time, and finds those of a magnitude above a bound.
+
+    Args:
+      out: float32 [size].
+      compute: fills a slice of `out`.
+      bound: a float32.
+      entries: int64 [capacity], takes the first entries: 2 * position + (1 if negative), ascending.
+      first: position of out[0] among the values of a step.
+
+    Returns:
+      The number of entries, of which those beyond the capacity are not written; None if a value is not finite.
+    """
+    count, limit = 0, np.float32(bound)
+    for start in range(0, out.size, CHUNK):
+        chunk = slice(start, start + CHUNK)
+        with np.errstate(all="ignore"):
+            compute(chunk)
+        magnitudes = np.abs(out[chunk])
+        most = magnitudes.max()
+        if not np.isfinite(most):
+            return None
+        if most > limit:
+            found = np.flatnonzero(magnitudes > limit)
+            kept = found[: max(0, entries.size - count)] + start
+            entries[count : count + kept.size] = (kept + first) * 2 + np.signbit(out[kept])
+            count += found.size
+    return count
 
 
 def _in_numpy(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,8 +84,6 @@ class CodecServer:
 
     def __init__(self, task: str) -> None:
         self._task = task
-        self._lock = threading.Lock()
-        self._prepared: dict[bytes, _Prepared] = {}
 
     def __call__(self, request: Any, *given: Any) -> list[np.ndarray]:
         """Answers a request.
@@ -98,14 +95,7 @@ class CodecServer:
         Raises:
           ValueError: a message can't be decoded; its sender is named.
         """
-        request = bytes(np.asarray(request, object).item())
-        with self._lock:
-            if request not in self._prepared:
-                # Of a new step: those of steps that have ended hold memory.
-                for each in self._prepared.values():
-                    each.pool = frames.Pool()
-                self._prepared[request] = _Prepared(json.loads(request))
-            prepared = self._prepared[request]
+        prepared = _prepared(bytes(np.asarray(request, object).item()))
         method = getattr(self, f"_{prepared.content['method']}")
         return method(prepared, *(np.asarray(each).reshape(-1) for each in given))
 
@@ -116,12 +106,12 @@ class CodecServer:
     def _encode(self, prepared: _Prepared, *arrays: np.ndarray) -> list[np.ndarray]:
         count = len(prepared.content["sizes"])
         state = dict(zip(prepared.content["state"], arrays[count:], strict=True))
-        message, new = prepared.codec.message_of(arrays[:count], state, prepared.layout, prepared.pool)
+        message, new = prepared.codec.message_of(arrays[:count], state, prepared.layout)
         return [message, self._name(), *(new[name] for name in state)]
 
     def _decode(self, prepared: _Prepared, message: np.ndarray, sender: np.ndarray) -> list[np.ndarray]:
         name = sender.tobytes().decode(errors="replace")
-        return prepared.codec.sum_of(message[np.newaxis], prepared.content["sizes"], [name], prepared.pool)
+        return prepared.codec.sum_of(message[np.newaxis], prepared.content["sizes"], [name])
 
     def _frame(self, prepared: _Prepared, halves: np.ndarray) -> list[np.ndarray]:
         return [frames.build(compression.HalfPrecision.number, 0, prepared.layout, [halves]), self._name()]
@@ -145,7 +135,6 @@ class _Prepared:
     """A request, and what all of its calls share."""
 
     content: dict[str, Any]
-    pool: frames.Pool = dataclasses.field(default_factory=frames.Pool)
 
     @functools.cached_property
     def codec(self) -> gathered.GatheredCodec:
@@ -155,3 +144,8 @@ class _Prepared:
     @functools.cached_property
     def layout(self) -> frames.FrameLayout:
         return frames.FrameLayout.of(self.content["sizes"])
+
+
+@functools.cache
+def _prepared(request: bytes) -> _Prepared:
+    return _Prepared(json.loads(request))

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression import fallback, frames, gathered, native
+from tfdist.compression import frames, gathered
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -31,18 +31,18 @@ class SignSGD(gathered.GatheredCodec):
         return gathered.per_tensor("residual", specs)
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: frames.Pool
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         new: gathered.Arrays = {}
         scales, signs = [], []
         for index, gradient in enumerate(gradients):
             name = f"residual/{index}"
-            values = pool.empty(gradient.size)
-            nothing = np.zeros(0, np.int64)
-            if native.kernels().add(state[name], gradient, values, gathered.LARGEST, 0, nothing) is None:
+            values = frames.empty(gradient.size)
+            add = gathered.adding(state[name], gradient, values)
+            if gathered.compute_and_find(values, add, gathered.LARGEST, np.zeros(0, np.int64)) is None:
                 return None, state
             scale = _mean_magnitude(values)
-            signs.append(native.kernels().take_signs(values, float(scale)))
+            signs.append(_take_signs(values, scale))
             new[name] = values
             scales.append(scale)
         return gathered.Payload(0, [np.array(scales, "<f4").view(np.uint8), *signs]), new
@@ -57,14 +57,32 @@ class SignSGD(gathered.GatheredCodec):
         data = payload[4 * len(sums) :]
         for total, scale, length in zip(sums, scales, lengths, strict=True):
             signs, data = np.split(data, [length])
-            native.kernels().add_signs(total, scale, signs)
+            _add_signs(total, scale, signs)
+
+
+def _take_signs(values: np.ndarray, scale: np.float32) -> np.ndarray:
+    """Subtracts signs times a scale from values; returns the sign bits, uint8, the lowest bit of a byte first."""
+    bits = [np.zeros(0, np.uint8)]
+    for start in range(0, values.size, gathered.CHUNK):
+        part = values[start : start + gathered.CHUNK]
+        bits.append(np.packbits(np.signbit(part), bitorder="little"))
+        part -= np.copysign(scale, part)
+    return np.concatenate(bits)
+
+
+def _add_signs(values: np.ndarray, scale: np.float32, bits: np.ndarray) -> None:
+    # Eight values of each byte.
+    eight = (1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1)).astype(np.float32) * scale
+    for start in range(0, values.size, gathered.CHUNK):
+        part = values[start : start + gathered.CHUNK]
+        part += eight[bits[start // 8 : (start + gathered.CHUNK) // 8]].reshape(-1)[: part.size]
 
 
 def _mean_magnitude(values: np.ndarray) -> np.float32:
     """Returns the mean magnitude, summed in one order."""
     total = 0.0
-    for start in range(0, values.size, fallback.CHUNK):
-        magnitudes = np.abs(values[start : start + fallback.CHUNK])
+    for start in range(0, values.size, gathered.CHUNK):
+        magnitudes = np.abs(values[start : start + gathered.CHUNK])
         with np.errstate(over="ignore"):
             part = float(magnitudes.sum())
         # Sums in float32 are faster, and overflow near its limit.

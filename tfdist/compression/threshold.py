@@ -13,18 +13,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _checks
-from tfdist.compression import codec, fallback, frames, gathered, native
+from tfdist.compression import codec, frames, gathered
 
 _HEAD = struct.Struct("<fQ")
-# Flags of a frame: 2 bits per value, or a word of 32 bits per entry, instead of coded gaps.
-_BITMAP, _WORDS = 2, 4
+# Flag of a frame: 2 bits per value instead of coded gaps.
+_BITMAP = 2
 _SAMPLE = 1 << 16
 # Factor by which tau adapts in one step: 2 in 20 steps.
 _ADAPTATION = 2 ** (1 / 20)
 _CLIP = 5
-# Beyond these densities a bitmap is sent. Words are longer than it from 1/16 on. Coded gaps are never longer, but their
-# entries would take more memory than the gradient.
-_BITMAP_FROM = {True: 1 / 4, False: 1 / 16}
+# Beyond this density a bitmap is sent. Coded gaps are never longer, but their entries would take more memory than the
+# gradient.
+_BITMAP_FROM = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -55,8 +55,6 @@ class Threshold(gathered.GatheredCodec):
       min_density: fraction of the values below which an adaptive tau shrinks.
       max_density: fraction of the values above which an adaptive tau grows.
       clip_every: steps between clippings, or None for none.
-      entropy_coding: True for Golomb-Rice codes of the gaps between entries. False for words of 32 bits, 31 of position
-        and one of sign, as in the paper.
 
     Raises:
       ValueError: an argument is out of range.
@@ -66,7 +64,6 @@ class Threshold(gathered.GatheredCodec):
     min_density: float = 1e-4
     max_density: float = 1e-2
     clip_every: int | None = 5
-    entropy_coding: bool = True
 
     number: ClassVar[int] = 1
 
@@ -89,31 +86,22 @@ class Threshold(gathered.GatheredCodec):
                 "Threshold(clip_every=...) must be a positive number of steps, or None. "
                 f"Received: clip_every={self.clip_every!r}"
             )
-        if not isinstance(self.entropy_coding, bool):
-            raise ValueError(
-                f"Threshold(entropy_coding=...) must be True or False. Received: entropy_coding={self.entropy_coding!r}"
-            )
 
     def _state_specs(self, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
-        if not self.entropy_coding and sum(codec.sizes_of(specs)) > 2**31:
-            raise ValueError(
-                "Threshold(entropy_coding=False) has 31 bits for a position; use entropy_coding=True. "
-                f"Received: {sum(codec.sizes_of(specs))} values"
-            )
         scalars = {"tau": tf.TensorSpec([], tf.float32), "step": tf.TensorSpec([], tf.int64)}
         return {**gathered.per_tensor("residual", specs), **scalars}
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: frames.Pool
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         kept = [state[f"residual/{index}"] for index in range(len(gradients))]
         tau = np.float32(self.tau) if not isinstance(self.tau, str) else state["tau"][0]
         if tau == 0:
             tau = self._first_tau(kept, gradients)
         total = sum(gradient.size for gradient in gradients)
-        entries = np.empty(int(total * _BITMAP_FROM[self.entropy_coding]), np.int64)
+        entries = np.empty(int(total * _BITMAP_FROM), np.int64)
         # Without any value other than 0 there is no tau yet, but values must be finite.
-        found = _add_all(kept, gradients, float(tau) or gathered.LARGEST, entries, pool)
+        found = _add_all(kept, gradients, float(tau) or gathered.LARGEST, entries)
         if found is None:
             return None, state
         residuals, count = found
@@ -122,7 +110,7 @@ class Threshold(gathered.GatheredCodec):
         else:
             entries = entries[:count]
             _scatter(residuals, entries, -float(tau))
-            payload = self._coded(entries, tau)
+            payload = gathered.Payload(0, [_HEAD.pack(tau, count), frames.encode(entries, has_signs=True)])
         step = int(state["step"][0]) + 1
         if tau and self.clip_every is not None and step % self.clip_every == 0:
             limit = min(_CLIP * float(tau), gathered.LARGEST)
@@ -133,12 +121,6 @@ class Threshold(gathered.GatheredCodec):
             "tau": np.array([self._next_tau(float(tau), count / max(1, total))], np.float32),
             "step": np.array([step], np.int64),
         }
-
-    def _coded(self, entries: np.ndarray, tau: np.float32) -> gathered.Payload:
-        head = _HEAD.pack(tau, entries.size)
-        if self.entropy_coding:
-            return gathered.Payload(0, [head, frames.encode(entries, has_signs=True)])
-        return gathered.Payload(_WORDS, [head, entries.astype("<u4").view(np.uint8)])
 
     def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
         if payload.size < _HEAD.size:
@@ -151,10 +133,7 @@ class Threshold(gathered.GatheredCodec):
             _add_bitmap(data, np.float32(tau), sums)
             return
         sizes = [total.size for total in sums]
-        entries = _from_words(data, count) if flags & _WORDS else frames.decode(data, count, True, sum(sizes))
-        if entries.size and int(entries[-1]) >> 1 >= sum(sizes):
-            raise ValueError("an entry is beyond the last value")
-        _scatter(sums, entries, tau)
+        _scatter(sums, frames.decode(data, count, True, sum(sizes)), tau)
 
     def _first_tau(self, residuals: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> np.float32:
         """Returns the magnitude that the wanted fraction of the values exceeds, or 0 if all are 0."""
@@ -193,14 +172,13 @@ def _add_all(
     gradients: Sequence[np.ndarray],
     bound: float,
     entries: np.ndarray,
-    pool: frames.Pool,
 ) -> tuple[list[np.ndarray], int] | None:
     """Adds gradients to residuals, in new arrays, and finds the entries; returns None if a sum is not finite."""
-    kernels = native.kernels()
     sums, first, count = [], 0, 0
     for residual, gradient in zip(kept, gradients, strict=True):
-        total = pool.empty(gradient.size)
-        found = kernels.add(residual, gradient, total, bound, first, entries[count:])
+        total = frames.empty(gradient.size)
+        add = gathered.adding(residual, gradient, total)
+        found = gathered.compute_and_find(total, add, bound, entries[count:], first)
         if found is None:
             return None
         sums.append(total)
@@ -213,15 +191,16 @@ def _scatter(tensors: Sequence[np.ndarray], entries: np.ndarray, tau: float) -> 
     """Adds tau to the values of positive entries, and subtracts it from those of negative ones."""
     first = 0
     for tensor, chosen in zip(tensors, gathered.slices_of(entries, [each.size for each in tensors]), strict=True):
-        native.kernels().scatter(tensor, first, entries[chosen], tau)
+        # The positions are distinct.
+        tensor[(entries[chosen] >> 1) - first] += np.where(entries[chosen] & 1, np.float32(-tau), np.float32(tau))
         first += tensor.size
 
 
 def _send_bitmap(residual: np.ndarray, tau: np.float32) -> np.ndarray:
     """Subtracts what is sent from a residual; returns a bit "sent" and a bit "negative" per value, uint8."""
     packed = []
-    for start in range(0, residual.size, fallback.CHUNK):
-        values = residual[start : start + fallback.CHUNK]
+    for start in range(0, residual.size, gathered.CHUNK):
+        values = residual[start : start + gathered.CHUNK]
         bits = np.empty((values.size, 2), np.uint8)
         np.greater(np.abs(values), tau, out=bits[:, 0], casting="unsafe")
         np.multiply(bits[:, 0], np.signbit(values), out=bits[:, 1])
@@ -240,15 +219,6 @@ def _add_bitmap(data: np.ndarray, tau: np.float32, sums: Sequence[np.ndarray]) -
         row, data = np.split(data, [(total.size + 3) // 4])
         if (row & ~row << 1 & 0xAA).any():
             raise ValueError("its bitmap has a value that is negative and not sent")
-        for start in range(0, total.size, fallback.CHUNK):
-            part = total[start : start + fallback.CHUNK]
-            part += values[row[start // 4 : (start + fallback.CHUNK) // 4]].reshape(-1)[: part.size]
-
-
-def _from_words(data: np.ndarray, count: int) -> np.ndarray:
-    if data.size != 4 * count:
-        raise ValueError(f"it has {data.size} bytes for {count} entries of 4")
-    entries = np.frombuffer(data.tobytes(), "<u4").astype(np.int64)
-    if (np.diff(entries >> 1) <= 0).any():
-        raise ValueError("its positions don't ascend")
-    return entries
+        for start in range(0, total.size, gathered.CHUNK):
+            part = total[start : start + gathered.CHUNK]
+            part += values[row[start // 4 : (start + gathered.CHUNK) // 4]].reshape(-1)[: part.size]

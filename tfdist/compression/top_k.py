@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _checks
-from tfdist.compression import codec, frames, gathered, native
+from tfdist.compression import codec, frames, gathered
 
 # Number of entries, bytes of the coded gaps, bytes per value.
 _HEAD = struct.Struct("<QQB")
@@ -76,14 +76,14 @@ class TopK(gathered.GatheredCodec):
         return {**gathered.per_tensor("residual", specs), **velocity, "step": tf.TensorSpec([], tf.int64)}
 
     def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays, pool: frames.Pool
+        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
     ) -> tuple[gathered.Payload | None, gathered.Arrays]:
         density = self.density_of(int(state["step"][0]))
         new: gathered.Arrays = {}
         entries, values, first = [np.zeros(0, np.int64)], [np.zeros(0, _DTYPES[self.values])], 0
         for index, gradient in enumerate(gradients):
             names = [f"residual/{index}", *([f"velocity/{index}"] if self.momentum else [])]
-            selected = self._select([state[name] for name in names], gradient, density, pool)
+            selected = self._select([state[name] for name in names], gradient, density)
             if selected is None:
                 return None, state
             positions, sent, *kept = selected
@@ -98,22 +98,23 @@ class TopK(gathered.GatheredCodec):
         data = sent.astype(sent.dtype.newbyteorder("<")).view(np.uint8)
         return gathered.Payload(0, [head, coded, data]), {name: new[name] for name in state}
 
-    def _select(
-        self, old: Sequence[np.ndarray], gradient: np.ndarray, density: float, pool: frames.Pool
-    ) -> tuple[np.ndarray, ...] | None:
+    def _select(self, old: Sequence[np.ndarray], gradient: np.ndarray, density: float) -> tuple[np.ndarray, ...] | None:
         """Returns the positions and values to send of a tensor, and its new state; None if a value is not finite."""
         size = gradient.size
         number = min(size, max(1, round(density * size)))
         bound = self._bound(old, gradient, number)
         # As many as the sample promises, and some more.
         candidates = np.empty(min(size, 4 * number + _MIN_SAMPLE), np.int64)
-        kept = [pool.empty(size) for _ in old]
-        if self.momentum:
-            accumulated, velocity = old
-            arguments = (velocity, accumulated, gradient, self.momentum, kept[1], kept[0])
-            count = native.kernels().correct(*arguments, bound, 0, candidates)
-        else:
-            count = native.kernels().add(old[0], gradient, kept[0], bound, 0, candidates)
+        kept = [frames.empty(size) for _ in old]
+
+        def accumulate(chunk: slice) -> None:
+            change = gradient[chunk]
+            for velocity, new in zip(old[1:], kept[1:], strict=True):
+                np.multiply(velocity[chunk], np.float32(self.momentum), out=new[chunk])
+                change = np.add(new[chunk], change, out=new[chunk])
+            np.add(old[0][chunk], change, out=kept[0][chunk])
+
+        count = gathered.compute_and_find(kept[0], accumulate, bound, candidates)
         if count is None:
             return None
         is_enough = number <= count <= candidates.size

@@ -116,7 +116,7 @@ class _NamedCodec:
 # Bytes sent / bytes, and speeds of one core in bytes of float32 (benchmarks/results/codecs.json). A threshold's ratio
 # is that of a density of 0.25 %.
 _HALF = (_NamedCodec('HalfPrecision("bfloat16")', "bfloat16", True), CodecModel(0.5, 5e9, 5e9, True))
-_THRESHOLD = (_NamedCodec("Threshold()", "threshold", False), CodecModel(0.001, 4e9, 4e9, False))
+_THRESHOLD = (_NamedCodec("Threshold()", "threshold", False), CodecModel(0.001, 2e9, 4e9, False))
 
 
 def settings(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator[Setting]:
