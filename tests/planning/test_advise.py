@@ -76,7 +76,7 @@ def test_machines_of_a_cluster_and_of_one_machine_are_counted():
 
 
 def test_a_noise_scale_below_the_batch_keeps_the_batch_small():
-    noise = NoiseScale(20.0, 15.0, 30.0, 16)
+    noise = NoiseScale(20.0, 15.0, 30.0)
     _, chosen, words = ask(profiles.make(0.25, 102_000_000, noise_scale=noise), workers=(2, 64))
     assert chosen.setting.workers < 64, words
 
@@ -196,8 +196,8 @@ def test_the_local_machine_is_recognised_and_said(tmp_path, capsys):
 
 def test_what_can_not_be_said_is_left_out_and_the_table_fits(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    wide = NoiseScale(500.0, 1.0, 1e6, 8)
-    for noise, is_said in ((wide, False), (NoiseScale(500.0, 400.0, 600.0, 8), True)):
+    wide = NoiseScale(500.0, 1.0, 1e6)
+    for noise, is_said in ((wide, False), (NoiseScale(500.0, 400.0, 600.0), True)):
         path = write(tmp_path, profiles.make(0.25, 102_000_000, s=0.5, noise_scale=noise, script="train.py"))
         assert cli.main(["advise", path, "--all"]) == 0
         shown = capsys.readouterr().out

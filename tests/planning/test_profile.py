@@ -17,7 +17,7 @@ WHOLE = profiles.make(
     0.1,
     10_000_000,
     tables=(Table("embeddings", 1000, 64, 12.5),),
-    noise_scale=NoiseScale(100.0, 50.0, 200.0, 8),
+    noise_scale=NoiseScale(100.0, 50.0, 200.0),
     script="train.py",
     cores=2,
     cpu_secs=0.15,
@@ -45,7 +45,7 @@ def test_a_profile_is_read_as_it_was_written():
             "rows_per_step is no valid number: -1",
         ),
         ("noise_scale", 3, ""),
-        ("noise_scale", {"value": -1, "low": 0, "high": 1, "batches": 3}, "value is no valid number: -1"),
+        ("noise_scale", {"value": -1, "low": 0, "high": 1}, "value is no valid number: -1"),
         ("cpu_secs", "0.1", "cpu_secs is no valid number: 0.1"),
         ("wheels", 4, "wheels"),
     ],
@@ -64,7 +64,7 @@ def test_an_invalid_value_is_one_line_that_names_it(key, value, named):
         ("[" * 100_000, "is no JSON"),
         ("[]", "is no profile of tfdist"),
         ('{"format": "tfdist network"}', "is no profile of tfdist"),
-        ('{"format": "tfdist profile", "version": 1}', "is a profile of version 1, and this tfdist reads 2; write one"),
+        ('{"format": "tfdist profile", "version": 1}', "is a profile of version 1, and this tfdist reads 3; write one"),
     ],
 )
 def test_what_is_no_profile_of_this_version_is_one_line(text, reason):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -115,7 +116,7 @@ def estimate_noise_scale(norms: Sequence[tuple[float, float]], small: float, big
     middle, count = sum(logs) / len(logs), len(logs)
     deviation = math.sqrt((count - 1) / count * sum((each - middle) ** 2 for each in logs))
     factor = math.exp(min(_QUANTILE * deviation, 700.0))
-    return NoiseScale(value, value / factor, value * factor, len(norms))
+    return NoiseScale(value, value / factor, value * factor)
 
 
 def _ratio(small_norm: float, big_norm: float, small: float, big: float) -> float:
@@ -208,9 +209,12 @@ def measure(
     size = _size(found[0])
     say(f"steps at several batch sizes, from {size} examples")
     steps = _steps(fit, found, size, secs * _STEPS)
-    tables, reason = _tables(model, found[0])
     say("gradients")
-    noise, noise_reason = (None, reason) if reason else _noise(model, found, size, secs * _NORMS)
+    tables, noise = (), None
+    # Whatever a model's own train_step does without `call` and `compute_loss`.
+    with contextlib.suppress(Exception):
+        tables = sparse_tables(model, found[0])
+        noise = _noise(model, found, size, secs * _NORMS)
     sparse_names = {table.name for table in tables}
     trainable = list(model.trainable_variables)
     return Profile(
@@ -222,7 +226,6 @@ def measure(
         optimizer_bytes=sum(map(bytes_of, getattr(model.optimizer, "variables", []))),
         tables=tables,
         noise_scale=noise,
-        noise_reason=noise_reason,
         model=str(model.name),
         device="GPU" if tf.config.list_logical_devices("GPU") else "CPU",
         cores=_machine.usable_cpus(),
@@ -284,23 +287,11 @@ def _with_size(found: Sequence[Any], wanted: int) -> Any:
     return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0)[:wanted], *chosen)
 
 
-def _tables(model: Any, batch: Any) -> tuple[tuple[Table, ...], str]:
-    """Returns the embedding tables, and "" or the reason why the gradients of this model can't be computed."""
-    try:
-        return sparse_tables(model, batch), ""
-    except Exception as error:  # whatever a model's own train_step does without `call` and `compute_loss`
-        return (
-            (),
-            f"gradients can't be computed outside of the model's train_step: {' '.join(str(error).split())[:200]}",
-        )
-
-
-def _noise(model: Any, found: Sequence[Any], size: int, secs: float) -> tuple[NoiseScale | None, str]:
+def _noise(model: Any, found: Sequence[Any], size: int, secs: float) -> NoiseScale | None:
     parts = min(_PARTS, size)
-    if sum(map(bytes_of, model.trainable_variables)) > _MOST_DENSE_BYTES:
-        return None, "the model is too large for dense copies of its gradients"
-    if parts < 2 or len(found) < 2:
-        return None, "needs at least two batches of at least two examples"
+    # Too large for dense copies of its gradients, or too few examples.
+    if sum(map(bytes_of, model.trainable_variables)) > _MOST_DENSE_BYTES or parts < 2 or len(found) < 2:
+        return None
     part = size // parts
     norms = []
     squared_norms = squared_norms_of(model)
@@ -314,5 +305,4 @@ def _noise(model: Any, found: Sequence[Any], size: int, secs: float) -> tuple[No
             end = time.perf_counter() + secs
         elif time.perf_counter() > end:
             break
-    estimated = estimate_noise_scale(norms, part, part * parts)
-    return estimated, "" if estimated else "these batches say nothing of it"
+    return estimate_noise_scale(norms, part, part * parts)

@@ -16,7 +16,7 @@ from tfdist import _checks
 from tfdist.launchers.requests import read_file
 
 FORMAT = "tfdist profile"
-VERSION = 2
+VERSION = 3
 # Other programs make a machine busy from this share of its cores on.
 BUSY = 0.1
 # An interval whose bounds are further apart says nothing.
@@ -79,7 +79,6 @@ class NoiseScale(_Checked):
     value: float
     low: float
     high: float
-    batches: int
 
     @property
     def says_something(self) -> bool:
@@ -102,11 +101,9 @@ class Profile(_Checked):
       trainable_bytes: bytes of all trainable variables.
       optimizer_bytes: bytes of the optimizer's variables.
       tables: embedding tables with sparse gradients.
-      noise_scale: None if unknown; `noise_reason` says why.
-      noise_reason: see `measuring`.
+      noise_scale: None if unknown.
       script: name of the script.
       model: name of the model.
-      strategy: strategy that the script builds, as text; "" for none.
       device: kind of the device.
       cores: cores that the process could use; 0 if unknown.
       cpu_secs: CPU time of a step of `fit`, over all cores; 0 if unknown.
@@ -121,10 +118,8 @@ class Profile(_Checked):
     optimizer_bytes: int = 0
     tables: tuple[Table, ...] = ()
     noise_scale: NoiseScale | None = None
-    noise_reason: str = ""
     script: str = ""
     model: str = ""
-    strategy: str = ""
     device: str = "CPU"
     cores: int = 0
     cpu_secs: float = 0.0

@@ -32,21 +32,17 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @contextlib.contextmanager
-def replacing_strategies(built: list[str]) -> Iterator[None]:
-    """Within the block `tfdist.ParameterServerStrategy(...)` and its like need no cluster.
-
-    Args:
-      built: gets the text of each strategy that the script builds.
-    """
+def replacing_strategies() -> Iterator[None]:
+    """Within the block `tfdist.ParameterServerStrategy(...)` and its like need no cluster."""
     mirrored = tfdist.MirroredStrategy
-    with mock.patch.dict(vars(tfdist), {name: _one_device(name, mirrored, built) for name in _NAMES}):
+    with mock.patch.dict(vars(tfdist), {name: _one_device(name, mirrored) for name in _NAMES}):
         yield
 
 
-def _one_device(name: str, mirrored: Any, built: list[str]) -> type:
+def _one_device(name: str, mirrored: Any) -> type:
     class OneDevice:
         def __new__(cls, *args: Any, policies: Any = (), **kwargs: Any) -> Any:
-            built.append(f"{name}(policies={list(composition.check_policies(policies, name))!r})")
+            composition.check_policies(policies, name)
             return mirrored([_first_device()])
 
     OneDevice.__name__ = OneDevice.__qualname__ = name
@@ -138,14 +134,11 @@ def _run(command: list[str], is_module: bool, secs: float, measured: list[Profil
         from tfdist.compat.keras import fit
         from tfdist.planning import measuring
 
-        built: list[str] = []
-
         def instead(model: Any, fit: Any, arguments: dict[str, Any]) -> None:
-            profile = measuring.measure(model, fit, arguments, secs, lambda text: _say(f"measuring {text}"))
-            measured.append(dataclasses.replace(profile, strategy=built[-1] if built else ""))
+            measured.append(measuring.measure(model, fit, arguments, secs, lambda text: _say(f"measuring {text}")))
             raise _Measured
 
-        with replacing_strategies(built), fit.take_over_fit(instead):
+        with replacing_strategies(), fit.take_over_fit(instead):
             before = sys.argv, list(sys.path)
             sys.argv = command[1:] if is_module else list(command)
             try:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import json
 import pathlib
 import re
 import sys
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,57 +17,10 @@ import tfdist.flags
 from tfdist import _files, _log
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError, make_folder
-from tfdist.planning.simulation import engines, result, simulate
+from tfdist.planning.simulation import engines, simulate
 from tfdist.planning.simulation.delay_distributions import BUILDERS
 from tfdist.planning.simulation.models import ClusterModel, CodecModel, ModelProfile, NetworkModel, SparseTable
-from tfdist.planning.simulation.result import Result, Simulation
-
-# Rows of an update log (docs/update_log.md) from a simulation, so that viewers show simulated and real runs alike.
-
-
-_OUTCOMES = {result.ACCEPTED: 0, result.DROPPED: 1, result.LOST: 2}
-
-
-def update_rows(simulation: Simulation, examples_per_gradient: int = 0) -> list[tuple[Any, ...]]:
-    """Returns a tuple for each update, with the fields of `tfdist.telemetry.update_log.UpdateRecord` in their order.
-
-    Gradients that were dropped or lost are in the next update. Those in flight at the end are left out.
-    """
-    contributions: list[list[tuple[Any, ...]]] = [[] for _ in simulation.updates]
-    records, updates, times = simulation.gradients, simulation.updates, simulation.times
-    weights = [dict(zip(update.staleness, update.weights, strict=True)) for update in updates]
-    idle_since: dict[int, float] = {}
-    for replica, started, arrived, outcome, staleness, update in zip(
-        records.replica,
-        records.started,
-        records.arrived,
-        records.outcome,
-        records.staleness,
-        records.update,
-        strict=True,
-    ):
-        held = started - idle_since.get(replica, started)
-        idle_since[replica] = arrived
-        if outcome == result.IN_FLIGHT:
-            continue
-        index = update - 1 if update > 0 else bisect.bisect_left(times, arrived)
-        if index < len(updates):
-            weight = weights[index][staleness] if update > 0 else 0.0
-            row = (replica, started, arrived, _OUTCOMES[outcome], max(0, staleness), weight, max(0.0, held))
-            contributions[index].append(row)
-    return [
-        (
-            update.step,
-            times[index],
-            times[index] - simulation.opened[index],
-            update.wait_secs,
-            len(update.contributors) * examples_per_gradient,
-            int(simulation.taking_part[index] < simulation.replicas),
-            contributions[index],
-        )
-        for index, update in enumerate(updates)
-    ]
-
+from tfdist.planning.simulation.result import Result
 
 _USAGE = """\
 usage: tfdist simulate [FLAGS]
@@ -94,8 +45,6 @@ _ONLY_FOR = {
     ("workers_per_machine", "bandwidth", "latency_secs"): ("parameter_server", "multi_worker"),
 }
 _CODECS = {"CodecModel": CodecModel}
-# The writer keeps two million gradients in memory at most.
-_FLUSH_GRADIENTS = 500_000
 # Flags by the part of the configuration that they set: type and help. Values with a unit stay text.
 _Flags = dict[str, tuple[type, str]]
 _CLUSTER: _Flags = {
@@ -144,16 +93,13 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
         result = _simulate(values)
     except (ValueError, RuntimeError) as error:
         raise LaunchError(_with_flags(str(error), values)) from None
-    for flag, folder in (("--json", values.json and pathlib.Path(values.json).parent), ("--log_dir", values.log_dir)):
-        if folder:
-            make_folder(flag, pathlib.Path(folder))
+    if values.json:
+        make_folder("--json", pathlib.Path(values.json).parent)
     if values.strategy == "parameter_server" and values.servers is None:
         _log.say("simulated is ParameterServerStrategy with one parameter server; --servers and --strategy change it")
     sys.stdout.write(f"{result}\n")
     if values.json:
         _files.write(values.json, json.dumps(result.to_dict(), indent=2) + "\n")
-    if values.log_dir:
-        sys.stdout.write(f"update log: {write_log(result, values.log_dir)}\n")
     return 0
 
 
@@ -182,53 +128,10 @@ def _with_flags(text: str, values: flags.FlagValues) -> str:
     return re.sub(r"\w+\((\w+)(?:=\.\.\.|(=\w+))\)", flag, text)
 
 
-def write_log(result: Result, log_dir: str) -> str:
-    """Writes the update log of a simulation (docs/update_log.md) to a run directory; returns the log's directory.
-
-    Raises:
-      OSError: the log can't be written.
-    """
-    # NumPy is imported only where it is used.
-    from tfdist.telemetry import update_log
-
-    kind = "device" if result.strategy == engines.MIRRORED else "worker"
-    header = update_log.Header(
-        # Each simulation is a job of its own, also beside others in one directory.
-        job=f"simulation-{uuid.uuid4().hex[:12]}",
-        writer="simulator",
-        workers=tuple(f"{kind}:{replica}" for replica in range(result.replicas)),
-        strategy=result.strategy,
-        policies=result.policies,
-        simulated=True,
-    )
-    problems: list[str] = []
-    pending, records = 0, []
-    writer = update_log.LogWriter(str(pathlib.Path(log_dir) / "updates"), header, warn=problems.append)
-    for row in update_rows(result, result.examples_per_gradient):
-        records.append(update_log.UpdateRecord(*row))
-        pending += len(row[-1])
-        if pending > _FLUSH_GRADIENTS:
-            writer.add(*records)
-            writer.flush()
-            pending, records = 0, []
-    writer.add(*records)
-    for time, replica, is_back in result.losses:
-        lost_or_back = update_log.EventKind.RETURNED if is_back else update_log.EventKind.LOST
-        writer.event(lost_or_back, worker=replica, time=time)
-    for time, update in zip(result.times, result.updates, strict=True):
-        for change in update.changes:
-            writer.event(update_log.EventKind.POLICY_CHANGED, change.text, time=time)
-    writer.close()
-    if problems:
-        raise OSError(problems[0])
-    return writer.directory
-
-
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist simulate`."""
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     text("json", None, "write the result to this file, too")
-    text("log_dir", None, "write the update log to this run directory, for the TensorBoard page")
     strategies = list(_STRATEGIES)
     flags.DEFINE_enum("strategy", "parameter_server", strategies, "which strategy", flag_values=values)
     flags.DEFINE_multi_string(

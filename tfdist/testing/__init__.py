@@ -17,7 +17,6 @@ from tfdist.planning.simulation.delay_distributions import (
     exponential,
     lognormal,
     pareto,
-    shifted_exponential,
     stalls,
 )
 from tfdist.testing.delay_injection import Delays, delays
@@ -37,7 +36,6 @@ __all__ = [
     "kill",
     "lognormal",
     "pareto",
-    "shifted_exponential",
     "stalls",
     "stop_task",
 ]

@@ -29,7 +29,6 @@ from tfdist.planning.simulation.delay_distributions import (
     exponential,
     lognormal,
     pareto,
-    shifted_exponential,
     stalls,
 )
 from tfdist.planning.simulation.models import ClusterModel, CodecModel, Failure, ModelProfile, NetworkModel, SparseTable
@@ -54,7 +53,6 @@ __all__ = [
     "exponential",
     "lognormal",
     "pareto",
-    "shifted_exponential",
     "simulate",
     "simulate_policy",
     "stalls",

@@ -104,26 +104,6 @@ def exponential(mean: float) -> DelayDistribution:
     )
 
 
-def shifted_exponential(shift: float, mean: float) -> DelayDistribution:
-    """Shifted exponential: at least `shift` seconds, and then exponential; the mean of the sum is `mean` seconds.
-
-    Args:
-      shift: seconds, >= 0.
-      mean: seconds, > `shift`.
-    """
-    _check("shifted_exponential", {"shift": shift, "mean": mean}, shift=0, mean=None)
-    if not mean > shift:
-        raise ValueError(
-            f"shifted_exponential(mean=...) must be greater than shift. Received: shift={shift!r}, mean={mean!r}"
-        )
-    return DelayDistribution(
-        "shifted_exponential",
-        {"shift": shift, "mean": mean},
-        float(mean),
-        lambda uniform, attempt: shift - (mean - shift) * math.log1p(-uniform),
-    )
-
-
 def empirical(samples: Sequence[float]) -> DelayDistribution:
     """Empirical: each of the measured durations `samples`, in seconds and >= 0, with the same probability."""
     given = list(samples) if isinstance(samples, Sequence) and not isinstance(samples, str) else []
@@ -176,8 +156,7 @@ def stalls(secs: float, every: int) -> DelayDistribution:
 
 
 BUILDERS: dict[str, Callable[..., DelayDistribution]] = {
-    builder.__name__: builder
-    for builder in (constant, lognormal, exponential, shifted_exponential, pareto, empirical, stalls)
+    builder.__name__: builder for builder in (constant, lognormal, exponential, pareto, empirical, stalls)
 }
 
 

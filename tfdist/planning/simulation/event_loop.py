@@ -25,7 +25,6 @@ from tfdist.policies import base
 from tfdist.policies.warmup import Warmup
 
 _ARRIVED, _COMPUTED, _APPLIED, _FAILED, _RETURNED = range(5)
-# Failures without an update in between, per replica, after which no update is expected any more.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +69,6 @@ class EventLoop:
       time: simulated time.
       updates: updates so far.
       times: time of each update.
-      opened: time at which each update's step was opened.
-      taking_part: number of replicas that took part in each update.
-      losses: (time, replica, True if it is back, False if it was lost).
       gradients: record of each gradient.
       held_secs: time for which the policy held each replica back.
       busy_secs: time spent in updates.
@@ -93,9 +89,6 @@ class EventLoop:
         self.time = 0.0
         self.updates: list[base.Update] = []
         self.times = array.array("d")
-        self.opened = array.array("d")
-        self.taking_part = array.array("i")
-        self.losses: list[tuple[float, int, bool]] = []
         self.gradients = result.GradientRecords()
         self.held_secs = [0.0] * total
         self.busy_secs = 0.0
@@ -124,7 +117,6 @@ class EventLoop:
         self._waiting: dict[int, int] = {}
         self._arrival_drops = 0
         self._is_updating = False
-        self._opened_at = 0.0
         self._lost: set[int] = set()
         self._taking_part = total
 
@@ -259,7 +251,6 @@ class EventLoop:
         self._update(time)
 
     def _open(self, time: float) -> None:
-        self._opened_at = time
         self._policy.opened(time)
         if self._ends_epochs and len(self.updates) % self._steps_per_epoch == 0:
             self._left_in_epoch = self._steps_per_epoch
@@ -283,8 +274,6 @@ class EventLoop:
     def _record(self, update: base.Update, time: float) -> None:
         self.updates.append(update)
         self.times.append(time)
-        self.opened.append(self._opened_at)
-        self.taking_part.append(self._taking_part)
         records, waiting = self.gradients, self._waiting
         for number, staleness in zip(update.numbers, update.staleness, strict=True):
             gradient = waiting.pop(number)
@@ -312,7 +301,6 @@ class EventLoop:
         if replica in self._lost:
             return
         self._lost.add(replica)
-        self.losses.append((time, replica, False))
         self._policy.lost(replica, time)
         gradient = self._under_way[replica]
         if gradient >= 0:
@@ -331,7 +319,6 @@ class EventLoop:
 
     def _bring_back(self, time: float, replica: int, known: int) -> None:
         self._lost.discard(replica)
-        self.losses.append((time, replica, True))
         self._policy.recovered(replica, time)
         self._idle_since[replica] = time
         self._try_refused()

@@ -112,9 +112,6 @@ class Simulation:
       gradients: record of each gradient.
       replicas: number of replicas.
       times: time of each update.
-      opened: time at which each update's step was opened.
-      taking_part: number of replicas that took part in each update.
-      losses: (time, replica, False if it was lost then, True if it was back).
     """
 
     seconds: float
@@ -122,9 +119,6 @@ class Simulation:
     gradients: GradientRecords
     replicas: int
     times: Sequence[float] = ()
-    opened: Sequence[float] = ()
-    taking_part: Sequence[int] = ()
-    losses: Sequence[tuple[float, int, bool]] = ()
 
     @property
     def updates_per_sec(self) -> float:
@@ -219,7 +213,7 @@ class Result(Simulation):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as JSON data, without the gradients."""
-        columns = {"updates", "gradients", "links", "times", "opened", "taking_part", "losses"}
+        columns = {"updates", "gradients", "links", "times"}
         names = [field.name for field in dataclasses.fields(Result) if field.name not in columns]
         data = {name: getattr(self, name) for name in names}
         data["links"] = {name: dataclasses.asdict(link) for name, link in self.links.items()}

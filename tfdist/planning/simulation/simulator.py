@@ -134,9 +134,6 @@ def _of(loop: EventLoop, replicas: int) -> dict[str, Any]:
         "gradients": loop.gradients,
         "replicas": replicas,
         "times": loop.times,
-        "opened": loop.opened,
-        "taking_part": loop.taking_part,
-        "losses": tuple(loop.losses),
     }
 
 
