@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -11,15 +10,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import tfdist
-from tfdist import _sockets, cli
+from tfdist import cli
 from tfdist.doctor import __main__ as doctor
-from tfdist.doctor import measure as doctor_measure
 from tfdist.launchers.supervise.processes import PortReservation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -177,82 +173,9 @@ def test_who_can_be_reached(monkeypatch):
 # All tasks at once.
 
 
-def test_tasks_that_meet_compare_versions(monkeypatch):
-    with PortReservation(2) as reservation:
-        tasks = [cluster(*reservation.ports, index=index) for index in range(2)]
-        found = {}
-
-        def meet(index, version):
-            found[index] = [str(each) for each in doctor.meet(tasks[index], {"tfdist": version}, 30.0)]
-
-        thread = threading.Thread(target=meet, args=(1, "2"))
-        thread.start()
-        meet(0, "1")
-        thread.join(30)
-    assert found[0][1] == "wrong   worker:1 has tfdist 2 where 1 is here; install the same on all"
-    assert found[1][1] == "wrong   worker:0 has tfdist 1 where 2 is here; install the same on all"
-
-
-def test_another_task_at_an_address_is_named():
-    with PortReservation(3) as reservation, doctor_measure._answering(cluster(*reservation.ports[:2]), 0.0):
-        other = cluster(reservation.ports[1], reservation.ports[0], reservation.ports[2])
-        found = wrong(doctor.meet(other, {}, 0.5))
-    assert "worker:1 at 127.0.0.1" in found[0] and "'worker:0' answers there; give all tasks" in found[0]
-    assert "worker:2 at 127.0.0.1" in found[1] and "does it run, and is no firewall between?" in found[1]
-
-
-# Strangers.
-
-
-@pytest.mark.parametrize("words", [b"", b'"worker:1', b"\xff\n", b"[" * 60_000 + b"\n", b'{"a":' * 500 + b"\n"])
-def test_strangers_that_came_first_and_stay_delay_no_meeting(words):
-    with PortReservation(2) as reservation, contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(doctor_measure.meet, cluster(*reservation.ports), {}, 60.0)
-        for _ in range(3 * _sockets.MOST_PEERS):
-            while True:
-                with contextlib.suppress(ConnectionRefusedError):
-                    stranger = socket.create_connection(("127.0.0.1", reservation.ports[0]), 10)
-                    break
-            stack.enter_context(stranger)
-            with contextlib.suppress(ConnectionError):
-                stranger.sendall(words)
-        (found,) = doctor_measure.meet(cluster(*reservation.ports, index=1), {}, 60.0).values()
-        assert found == {"task": "worker:0", "versions": {}}
-        assert [*first.result().values()] == [{"task": "worker:1", "versions": {}}]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [b"", b"\xff\n", b"[" * 60_000 + b"\n", b"[1]\n", b'{"versions": 1}\n', b"{}\n", b"1" * 5000 + b"\n"],
-)
-def test_garbage_at_a_tasks_address_is_a_line(answer):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def pretend():
-            with server.accept()[0] as connection, contextlib.suppress(OSError):
-                connection.recv(1000)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=pretend)
-        thread.start()
-        found = doctor_measure._ask(
-            cluster(1, server.getsockname()[1]), tfdist.Task("worker", 1), time.monotonic() + 10
-        )
-        thread.join()
-    assert isinstance(found, str) and len(found) < 100
-
-
-def test_an_answer_cannot_write_to_the_terminal():
-    said = "\x1b[2J" * 100
-    answer = {"task": "worker:1", "versions": {"tfdist": said, "keras": said}}
-    lines = doctor.compare(tfdist.Task("worker", 1), "a:1", answer, {"tfdist": "1"})
-    lines += doctor.compare(tfdist.Task("worker", 1), "a:1", {**answer, "task": said}, {})
-    assert all("\x1b" not in each.text and len(each.text) < 250 for each in lines)
-
-
 @pytest.mark.processes
 def test_as_all_tasks_of_a_launch():
-    command = [sys.executable, "-m", "tfdist", "launch", "local", "-m", "tfdist.doctor", "--meet_secs=60"]
+    command = [sys.executable, "-m", "tfdist", "launch", "local", "-m", "tfdist.doctor"]
     env = {**os.environ, "KERAS_BACKEND": "tensorflow"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout

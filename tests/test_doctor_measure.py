@@ -17,6 +17,11 @@ from tfdist.doctor.measure import MeasuredLink
 from tfdist.launchers import requests
 
 
+@pytest.fixture(autouse=True)
+def short_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_measure, "_LINK_BYTES", 2**20)
+
+
 def clusters(ports: list[int]) -> list[tfdist.Cluster]:
     addresses = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     return [tfdist.Cluster(addresses, tfdist.Task("worker", index)) for index in range(len(ports))]
@@ -25,7 +30,7 @@ def clusters(ports: list[int]) -> list[tfdist.Cluster]:
 def test_tasks_measure_their_links_in_turn():
     with PortReservation(3) as reservation, ThreadPoolExecutor(3) as pool:
         tasks = clusters(list(reservation.ports))
-        found = list(pool.map(lambda task: doctor_measure.measure(task, 60.0, 0.05, 2**20), tasks))
+        found = list(pool.map(lambda task: doctor_measure.measure(task, 60.0), tasks))
     assert found[0] == found[1] == found[2]
     assert {(link.source, link.target) for link in found[0]} == {
         (f"worker:{one}", f"worker:{other}") for one in range(3) for other in range(3) if one != other
@@ -39,7 +44,7 @@ def test_a_task_that_is_missing_is_named(capsys):
     with PortReservation(2) as reservation:
         first, second = clusters(list(reservation.ports))
         for task, missing in ((first, "worker:1"), (second, "worker:0")):
-            assert doctor_measure.measure_as_task({"TF_CONFIG": task.to_tf_config()}, 0.3, 0.1, 2**16) == 1
+            assert doctor_measure.measure_as_task({"TF_CONFIG": task.to_tf_config()}, 0.3) == 1
             (line,) = capsys.readouterr().err.splitlines()
             assert line.startswith("tfdist: ") and missing in line
 
@@ -48,7 +53,7 @@ def test_one_task_alone_has_no_link(capsys):
     cluster = tfdist.Cluster({"worker": ["127.0.0.1:1"]}, tfdist.Task("worker", 0))
     with pytest.raises(requests.LaunchError, match="no TF_CONFIG"):
         doctor.main(["--measure"])
-    assert doctor_measure.measure_as_task({"TF_CONFIG": cluster.to_tf_config()}, 1.0, 1.0, 2**16) == 1
+    assert doctor_measure.measure_as_task({"TF_CONFIG": cluster.to_tf_config()}, 1.0) == 1
     assert "worker:0 has no other task" in capsys.readouterr().err
 
 
@@ -56,7 +61,7 @@ def test_one_task_alone_has_no_link(capsys):
 def test_strangers_disturb_no_measurement(words):
     with PortReservation(2) as reservation, ThreadPoolExecutor(2) as pool:
         tasks = clusters(list(reservation.ports))
-        first = pool.submit(doctor_measure.measure, tasks[0], 60.0, 0.05, 2**18)
+        first = pool.submit(doctor_measure.measure, tasks[0], 60.0)
         while True:
             try:
                 stranger = socket.create_connection(("127.0.0.1", reservation.ports[0]), 10)
@@ -65,7 +70,7 @@ def test_strangers_disturb_no_measurement(words):
                 continue
         with stranger:
             stranger.sendall(words)
-            second = pool.submit(doctor_measure.measure, tasks[1], 60.0, 0.05, 2**18)
+            second = pool.submit(doctor_measure.measure, tasks[1], 60.0)
             assert len(first.result()) == len(second.result()) == 2
 
 

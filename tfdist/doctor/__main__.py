@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command `tfdist doctor`: checks this machine, and the cluster in TF_CONFIG, for causes of late failures and hangs.
 
-It imports no TensorFlow. If it runs as all tasks of a cluster at once (`tfdist launch ... -m tfdist.doctor
---meet_secs=60`), the tasks connect to each other, and compare versions, too.
+It imports no TensorFlow. If it runs as all tasks of a cluster at once (`tfdist launch ... -m tfdist.doctor --measure`),
+the tasks connect to each other, and measure their links.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import ipaddress
 import json
 import os
 import pathlib
-import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Any
 
 from absl import flags
 
@@ -107,47 +105,6 @@ table inet {table} {{
 """
 
 
-# All tasks of a cluster at once.
-
-
-_VERSION = re.compile(r"[\w.+-]{1,40}", re.ASCII)
-# Longest text of another task that is printed.
-_MAX_PRINTED = 80
-
-
-def meet(cluster: Cluster, mine: Mapping[str, str], timeout_secs: float) -> list[Finding]:
-    """Checks that each other task, which runs this too, can be reached, and compares versions, given by name."""
-    try:
-        answers = doctor_measure.meet(cluster, mine, timeout_secs)
-    except OSError as error:
-        text = f"{cluster.task} can't listen at {cluster.address()}: {error}; end what holds the port"
-        return [Finding(WRONG, text)]
-    return [each for task, answer in answers.items() for each in compare(task, cluster.address(task), answer, mine)]
-
-
-def compare(task: Task, address: str, answer: dict[str, Any] | str, mine: Mapping[str, str]) -> list[Finding]:
-    """Returns findings about another task's answer, or about the reason why there is none."""
-    if isinstance(answer, str):
-        return [Finding(WRONG, f"{task} at {address}: {answer}; does it run, and is no firewall between?")]
-    if answer.get("task") != str(task):
-        other = _printable(answer.get("task"))
-        return [Finding(WRONG, f"{task} at {address}: {other} answers there; give all tasks the same TF_CONFIG")]
-    found = [Finding(OK, f"{task} at {address} answers")]
-    theirs = answer.get("versions", {})
-    for name, version in mine.items():
-        if theirs.get(name) != version:
-            there = theirs.get(name, "none")
-            there = there if isinstance(there, str) and _VERSION.fullmatch(there) else _printable(there)
-            text = f"{task} has {name} {there} where {version} is here; install the same on all"
-            found.append(Finding(WRONG, text))
-    return found
-
-
-def _printable(value: object) -> str:
-    """Returns a peer's text without control characters and of limited length, for the terminal."""
-    return ascii(value)[:_MAX_PRINTED]
-
-
 _USAGE = """\
 usage: tfdist doctor [FLAGS]
 
@@ -155,11 +112,11 @@ Looks at this machine, and at the cluster in the variable TF_CONFIG if it is set
 the other tasks can be reached. Returns 0 if nothing is wrong, else 1.
 
   tfdist doctor                                                    this machine
-  tfdist launch ssh --hosts=a,b -m tfdist.doctor --meet_secs=60    all machines of a cluster, from each other
+  tfdist launch ssh --hosts=a,b -m tfdist.doctor                   all machines of a cluster
   tfdist launch ssh --hosts=a,b -m tfdist.doctor --measure         bandwidth and latency between all machines
   tfdist doctor --firewall_rules                                   prints rules that let only the job's hosts in
 """
-_OF_MEASURE = ("measure_secs", "link_secs", "link_bytes", "json")
+_OF_MEASURE = ("measure_secs", "json")
 OK, WARNING, WRONG = "ok", "warning", "wrong"
 # Requirements of setup.py, as lower and upper bounds.
 _NEEDED = {
@@ -198,10 +155,9 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
     if values.firewall_rules:
         return _print_rules(os.environ)
     if values.measure:
-        limits = (values.measure_secs, values.link_secs, values.link_bytes)
-        return doctor_measure.measure_as_task(os.environ, *limits, values.json)
+        return doctor_measure.measure_as_task(os.environ, values.measure_secs, values.json)
     states = []
-    for finding in examine(values.timeout_secs, values.meet_secs):
+    for finding in examine(values.timeout_secs):
         sys.stdout.write(f"{finding}\n")
         states.append(finding.state)
     sys.stdout.write(f"{_summary(states)}\n")
@@ -238,10 +194,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist doctor`."""
     number = functools.partial(flags.DEFINE_float, lower_bound=0.1, flag_values=values)
     number("timeout_secs", 5.0, "seconds for another task to answer")
-    number("meet_secs", 0.0, "seconds to wait for the other tasks, which run this too", lower_bound=0.0)
     number("measure_secs", 120.0, "longest time of --measure for all links together")
-    number("link_secs", 1.0, "longest time for the bandwidth of one link")
-    flags.DEFINE_integer("link_bytes", 2**26, "most bytes over one link", lower_bound=2**16, flag_values=values)
     table = {
         "measure": (False, "measure the links between the tasks, which run this too"),
         "json": ("", "file for the links, which the first task writes for tfdist advise"),
@@ -250,12 +203,11 @@ def define_flags(values: flags.FlagValues) -> None:
     command_line.define(values, table)
 
 
-def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] = os.environ) -> list[Finding]:
+def examine(timeout_secs: float, env: Mapping[str, str] = os.environ) -> list[Finding]:
     """Runs all checks.
 
     Args:
       timeout_secs: how long another task may take to answer.
-      meet_secs: how long to wait for the other tasks to run this, too; 0 only checks that they can be reached.
       env: the environment.
     """
     found = [*versions(_installed), *keras_backend(env), *gpu_findings(env, _installed)]
@@ -266,10 +218,6 @@ def examine(timeout_secs: float, meet_secs: float = 0.0, env: Mapping[str, str] 
     except ClusterError as error:
         return [*found, Finding(WRONG, str(error))]
     found += [*strategy(cluster), *names(cluster, timeout_secs), *own_port(cluster)]
-    if meet_secs:
-        mine = {"tfdist": tfdist.__version__, "Python": _dotted(sys.version_info[:2])}
-        mine |= {name: version for name in ("tensorflow", "keras") if (version := _installed(name))}
-        return found + meet(cluster, mine, meet_secs)
     return found + reachable(cluster, timeout_secs)
 
 
@@ -293,6 +241,7 @@ def versions(installed: Callable[[str], str | None]) -> list[Finding]:
     known = _PYTHON[0] <= python < _PYTHON[1]
     remedy = "" if known else f"; use {_dotted(_PYTHON[0])} or newer, below {_dotted(_PYTHON[1])}"
     found = [Finding(OK if known else WRONG, f"Python {_dotted(python)}{remedy}")]
+    found.append(Finding(OK, f"tfdist {tfdist.__version__}"))
     tpu = installed("tensorflow-tpu")
     for name, (lowest, below) in _NEEDED.items():
         version = installed(name)

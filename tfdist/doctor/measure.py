@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of a cluster that run `tfdist doctor` at the same time: they meet, and measure the links between them.
+"""Tasks of a cluster that run `tfdist doctor --measure` at the same time measure the links between them.
 
-No TensorFlow import. While they measure, the tasks take turns in the order of the cluster, so that no two links are
+No TensorFlow import. The tasks take turns in the order of the cluster, so that no two links are
 measured at a time. The turn, with the links so far, goes round twice: in the first lap each task measures its links,
 in the second each gets all of them.
 
-    asking -> answering   DIGEST hello TASK  the answer is a line of JSON: the answering task, and its versions
     asking -> answering   DIGEST ping        then single bytes, which come back
     asking -> answering   DIGEST sink        then bytes until the connection is half closed; the answer is bytes per
                                              second, without the first quarter
     any -> next           DIGEST turn        then a line of JSON: the links so far
 
-A task measures with tasks of its own cluster only: DIGEST is of all tasks. It says hello to all.
+A task measures with tasks of its own cluster only: DIGEST is of all tasks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfdist import _checks, _files, _log, _sockets
@@ -44,8 +42,8 @@ _CONNECT_SECS = 5.0
 _SKIPPED = 0.25
 # Peers of each task: further ones repeat what is known, and n tasks have n (n - 1) links.
 _MOST_PEERS = 8
-# Longest reason of a failed connection that is shown.
-_MOST_CHARS = 80
+# Longest time for the bandwidth of one link, and most bytes.
+_LINK_SECS, _LINK_BYTES = 1.0, 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,57 +65,6 @@ class MeasuredLink:
             raise ValueError(f"a link has a bandwidth above 0 and a latency. Received: {numbers}")
 
 
-Answer = dict[str, Any]
-
-
-def meet(cluster: Cluster, versions: Mapping[str, str], timeout_secs: float) -> dict[Task, Answer | str]:
-    """Asks each other task, which call this at the same time, for its versions, and answers until all have asked.
-
-    Args:
-      cluster: all tasks, with this one.
-      versions: of this task, by name.
-      timeout_secs: longest time for all of it.
-
-    Returns:
-      For each other task its `task` and `versions`, or the reason why there is no answer.
-
-    Raises:
-      OSError: this task can't listen at its address.
-    """
-    others = [task for task in cluster.tasks if task != cluster.task]
-    if not others or cluster.task not in cluster.tasks:
-        return {}
-    deadline = time.monotonic() + timeout_secs
-    with _answering(cluster, deadline, versions) as state, ThreadPoolExecutor(min(64, len(others))) as pool:
-        answers = dict(zip(others, pool.map(lambda task: _ask(cluster, task, deadline), others), strict=True))
-        # This task may be the first that has all answers.
-        state.have_all_asked.wait(max(0.0, deadline - time.monotonic()))
-    return answers
-
-
-def _ask(cluster: Cluster, task: Task, deadline: float) -> Answer | str:
-    try:
-        with _connected(cluster, task, f"hello {cluster.task}", deadline) as connection:
-            return parse_answer(_sockets.read_line(connection, _CONNECT_SECS))
-    except (OSError, ValueError) as error:
-        return str(error)[:_MOST_CHARS] or type(error).__name__
-
-
-def parse_answer(line: bytes) -> Answer:
-    """Parses the answer of a task.
-
-    Raises:
-      ValueError: the line is no answer of `tfdist doctor`.
-    """
-    try:
-        answer = json.loads(line)
-    except RecursionError:
-        raise ValueError("the answer is nested too deeply") from None
-    if not isinstance(answer, dict) or "task" not in answer or not isinstance(answer.get("versions", {}), dict):
-        raise ValueError("the answer is not from tfdist doctor")
-    return answer
-
-
 def peers(tasks: Sequence[Task], task: Task) -> list[Task]:
     """Returns the tasks to which `task` measures: all others; in a large cluster, those at distances of powers of 2."""
     own, count = tasks.index(task), len(tasks)
@@ -125,14 +72,12 @@ def peers(tasks: Sequence[Task], task: Task) -> list[Task]:
     return [tasks[(own + distance) % count] for distance in (range(1, count) if count <= _MOST_PEERS + 1 else powers)]
 
 
-def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes: int) -> list[MeasuredLink]:
+def measure(cluster: Cluster, timeout_secs: float) -> list[MeasuredLink]:
     """Measures, with all other tasks, which call this at the same time.
 
     Args:
       cluster: all tasks, with this one.
       timeout_secs: longest time for all of it.
-      link_secs: longest time for the bandwidth of a link.
-      link_bytes: most bytes over a link.
 
     Returns:
       The links of all tasks, the same list on each.
@@ -158,7 +103,7 @@ def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes:
         links = wait() if own else []
         for peer in peers(tasks, cluster.task):
             latency = _latency(cluster, peer, deadline)
-            speed = _speed(cluster, peer, deadline, link_secs, link_bytes)
+            speed = _speed(cluster, peer, deadline)
             links.append(MeasuredLink(str(cluster.task), str(peer), speed, latency))
         _pass(cluster, tasks[(own + 1) % len(tasks)], links, deadline)
         links = wait()
@@ -167,16 +112,12 @@ def measure(cluster: Cluster, timeout_secs: float, link_secs: float, link_bytes:
     return links
 
 
-def measure_as_task(
-    env: Mapping[str, str], timeout_secs: float, link_secs: float, link_bytes: int, output: str | None = None
-) -> int:
+def measure_as_task(env: Mapping[str, str], timeout_secs: float, output: str | None = None) -> int:
     """Measures as a task of the cluster in TF_CONFIG, and prints this task's links; see `measure`.
 
     Args:
       env: the environment.
       timeout_secs: longest time for all of it.
-      link_secs: longest time for the bandwidth of a link.
-      link_bytes: most bytes over a link.
       output: file into which the first task writes all links.
 
     Returns:
@@ -186,7 +127,7 @@ def measure_as_task(
         cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
         if output and cluster.task == cluster.tasks[0]:
             _files.check_writable(output, "--json")
-        links = measure(cluster, timeout_secs, link_secs, link_bytes)
+        links = measure(cluster, timeout_secs)
         is_first = bool(links) and cluster.task == cluster.tasks[0]
         if is_first and output:
             hosts = {_sockets.address_key(cluster.address(task))[0] for task in cluster.tasks}
@@ -273,11 +214,10 @@ def _latency(cluster: Cluster, task: Task, deadline: float) -> float:
     return statistics.median(durations) / 2
 
 
-def _speed(cluster: Cluster, task: Task, deadline: float, link_secs: float, link_bytes: int) -> float:
+def _speed(cluster: Cluster, task: Task, deadline: float) -> float:
     with _connected(cluster, task, "sink", deadline) as connection:
-        end, sent = time.monotonic() + link_secs, 0
-        connection.sendall(f"{link_secs:.3f} {link_bytes}\n".encode())
-        while sent < link_bytes and time.monotonic() < end:
+        end, sent = time.monotonic() + _LINK_SECS, 0
+        while sent < _LINK_BYTES and time.monotonic() < end:
             connection.sendall(_CHUNK)
             sent += len(_CHUNK)
         connection.shutdown(socket.SHUT_WR)
@@ -296,21 +236,17 @@ def _pass(cluster: Cluster, task: Task, links: Sequence[MeasuredLink], deadline:
 
 
 class _State:
-    """Values that other tasks have given this one, and its answers to them, while it answers."""
+    """Values that other tasks have given this one while it answers."""
 
-    def __init__(self, cluster: Cluster, deadline: float, versions: Mapping[str, str]) -> None:
+    def __init__(self, cluster: Cluster, deadline: float) -> None:
         self.digest, self.deadline = digest_of(cluster.tasks).encode(), deadline
-        self.hello = json.dumps({"task": str(cluster.task), "versions": dict(versions)}).encode() + b"\n"
         self.turns: queue.Queue[list[MeasuredLink]] = queue.Queue()
-        # The other tasks that have not asked for the versions yet.
-        self.left = {str(task).encode() for task in cluster.tasks if task != cluster.task}
-        self.have_all_asked = threading.Event()
 
 
 @contextlib.contextmanager
-def _answering(cluster: Cluster, deadline: float, versions: Mapping[str, str] = {}) -> Iterator[_State]:
+def _answering(cluster: Cluster, deadline: float) -> Iterator[_State]:
     """Answers other tasks within the block, a thread for each connection."""
-    state = _State(cluster, deadline, versions)
+    state = _State(cluster, deadline)
     server = socketserver.ThreadingTCPServer(("", 0), functools.partial(_Handler, state), bind_and_activate=False)
     server.socket.close()
     server.socket = _sockets.listen(_sockets.split_address(cluster.address())[1])
@@ -329,15 +265,10 @@ class _Handler(socketserver.StreamRequestHandler):
         super().__init__(*given)
 
     def handle(self) -> None:
-        """Answers one request; strangers get a hello at most."""
+        """Answers one request; strangers get no answer."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             self.connection.settimeout(_CONNECT_SECS)
-            digest, kind, *task = self.rfile.readline(_sockets.LINE_BYTES).split()
-            if kind == b"hello":
-                self.connection.sendall(self._state.hello)
-                self._state.left.difference_update(task)
-                if not self._state.left:
-                    self._state.have_all_asked.set()
+            digest, kind = self.rfile.readline(_sockets.LINE_BYTES).split()
             if digest != self._state.digest:
                 return
             self.connection.settimeout(max(0.1, self._state.deadline - time.monotonic()))
@@ -346,21 +277,20 @@ class _Handler(socketserver.StreamRequestHandler):
                 for _ in range(_PINGS):
                     self.connection.sendall(self.rfile.read(1))
             elif kind == b"sink":
-                secs, most = self.rfile.readline(_sockets.LINE_BYTES).split()
-                self.connection.sendall(f"{self._received(float(secs), int(most))}\n".encode())
+                self.connection.sendall(f"{self._received()}\n".encode())
             elif kind == b"turn":
                 self._state.turns.put([MeasuredLink(**each) for each in json.loads(self.rfile.readline(_MAX_LINE))])
 
-    def _received(self, secs: float, most: int) -> float:
+    def _received(self) -> float:
         """Returns bytes per second of what arrives, without the first quarter; a short transfer counts whole."""
         started = last = time.perf_counter()
         received, counted, since = 0, 0, 0.0
         buffer = bytearray(2**18)
-        while (count := self.rfile.readinto1(buffer)) and received <= most + len(_CHUNK):
+        while (count := self.rfile.readinto1(buffer)) and received <= _LINK_BYTES + len(_CHUNK):
             last = time.perf_counter()
             received += count
             if since:
                 counted += count
-            elif received >= _SKIPPED * most or last - started >= _SKIPPED * secs:
+            elif received >= _SKIPPED * _LINK_BYTES or last - started >= _SKIPPED * _LINK_SECS:
                 since = last
         return counted / (last - since) if counted and last > since else received / max(last - started, 1e-9)

@@ -404,7 +404,7 @@ def _counterpart(name: str, values: flags.FlagValues) -> tuple[str, bool]:
         if name in parts and (known := next((each for each in parts if each in values), "")):
             return known, parts[name] == parts[known]
     names = [each for each in values if len(each) > 1]
-    # "meet" for meet_secs, "policy" for policies.
+    # "window" for window_secs, "policy" for policies.
     longer = [each for each in names if len(name) > 2 and _singular(each).startswith(_singular(name))]
     close = longer if len(longer) == 1 else difflib.get_close_matches(name, names, 1, _LEAST_LIKENESS)
     return (close[0], True) if close else ("", False)
