@@ -67,12 +67,6 @@ def test_a_missing_run_names_those_that_exist(tmp_path, capsys):
     assert f"no update log of the run 'two' below {str(tmp_path)!r}; there are: one" in capsys.readouterr().err
 
 
-def test_without_rich_one_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert watch(str(tmp_path)) == 1
-    assert "the library rich, which is missing; pip install rich" in capsys.readouterr().err
-
-
 # The screen.
 
 

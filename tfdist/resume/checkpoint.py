@@ -259,13 +259,13 @@ class CheckpointDirectory:
         unfinished.mkdir()
         with (unfinished / _VARIABLES).open("wb") as file:
             write(file, checkpoint.arrays)
-            _sync(file.fileno())
+            os.fsync(file.fileno())
         with (unfinished / _STATE).open("w", encoding="utf-8") as file:
             by_rows = [index for index, array in enumerate(checkpoint.arrays) if isinstance(array, RowBlocks)]
             counts = {"step": checkpoint.step, "arrays": len(checkpoint.arrays), "by_rows": by_rows}
             json.dump({**counts, "state": checkpoint.state}, file)
             file.flush()
-            _sync(file.fileno())
+            os.fsync(file.fileno())
         _sync_directory(unfinished)
         final, old = self._path / name, self._path / f"{_OLD}{name}"
         if final.exists():
@@ -284,7 +284,10 @@ class CheckpointDirectory:
         """
         for folder in self._found():
             try:
-                return _read(folder)
+                found = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+                # Checkpoints of tfdist 0.1 don't have "by_rows".
+                arrays = read(folder / _VARIABLES, found["arrays"], found.get("by_rows", ()))
+                return Checkpoint(found["step"], found["state"], arrays)
             except (FileNotFoundError, *_DAMAGES) as error:
                 self._say(f"{folder} can't be read, and is put aside: {type(error).__name__}: {error}")
                 with contextlib.suppress(OSError):
@@ -346,27 +349,12 @@ def check_same(saved: Sequence[Sequence[Any]], found: Sequence[Sequence[Any]], p
             f"{remedy}. Received: {len(found)} variables"
         )
     for (saved_name, *saved_kind), (name, *kind) in zip(saved, found, strict=True):
-        if list(saved_kind) != list(kind):
+        if saved_kind != kind:
+            there, here = (f"{dtype}{list(shape)}" for shape, dtype in (saved_kind, kind))
             raise ValueError(
-                f"Resume(directory): {path} has a checkpoint of another model: {saved_name} is {_kind(saved_kind)} "
-                f"there; {remedy}. Received: {name}, {_kind(kind)}"
+                f"Resume(directory): {path} has a checkpoint of another model: {saved_name} is {there} there; "
+                f"{remedy}. Received: {name}, {here}"
             )
-
-
-def _kind(kind: Sequence[Any]) -> str:
-    shape, dtype = kind
-    return f"{dtype}{list(shape)}"
-
-
-def _read(folder: pathlib.Path) -> Checkpoint:
-    found = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    # Checkpoints of tfdist 0.1 don't have "by_rows".
-    arrays = read(folder / _VARIABLES, found["arrays"], found.get("by_rows", ()))
-    return Checkpoint(found["step"], found["state"], arrays)
-
-
-def _sync(descriptor: int) -> None:
-    os.fsync(descriptor)
 
 
 def _sync_directory(path: pathlib.Path) -> None:
@@ -374,7 +362,7 @@ def _sync_directory(path: pathlib.Path) -> None:
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            _sync(descriptor)
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -556,7 +544,13 @@ class DataPosition:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._epochs = _epoch_iterator(model)
+        found = fit.EpochIterator.of(model)
+        if found is None:
+            raise RuntimeError(
+                "Resume needs a running fit of the model whose loop it knows; its loop has changed with Keras "
+                f"{keras.__version__}, or on_train_begin was called by something else. Received: {model.name!r}"
+            )
+        self._epochs = found
         # Number of iterators that `fit` has made, and number of those made before the interruption.
         self._num_iterators = self._num_iterators_before = 0
         # Data set of the next iterator, once, in place of the whole data set.
@@ -608,10 +602,10 @@ class DataPosition:
         # The iterator to continue is among these.
         self._num_iterators -= 1
         if place.step:
-            self._epochs.begin_within_epoch(place.step, place.batches, lambda: self._take_next_from(rest))
+            self._epochs.begin_within_epoch(place.step, place.batches, lambda: setattr(self, "_next", rest))
         else:
             # With steps_per_epoch: a new epoch continues an iterator.
-            self._take_next_from(rest)
+            self._next = rest
             self._epochs.continue_epochs(place.batches)
 
     def began(self) -> None:
@@ -720,13 +714,3 @@ def remind(model: keras.Model, states: Mapping[str, Mapping[str, float]], has_en
         for name, value in state.items():
             patching.put(callback, name, value if name == "best" else int(value))
     return anew
-
-
-def _epoch_iterator(model: keras.Model) -> fit.EpochIterator:
-    found = fit.EpochIterator.of(model)
-    if found is not None:
-        return found
-    raise RuntimeError(
-        f"Resume needs a running fit of the model whose loop it knows; its loop has changed with Keras "
-        f"{keras.__version__}, or on_train_begin was called by something else. Received: {model.name!r}"
-    )

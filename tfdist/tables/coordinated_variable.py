@@ -217,13 +217,13 @@ class CoordinatedVariable(variables.ServerVariable):
     def _match_addition(self, value: Any) -> _Addition | None:
         if not tf.is_tensor(value) or not hasattr(value, "op"):
             return None
-        operation = _behind(value, ("Identity",)).op
+        while value.op.type == "Identity":
+            value = value.op.inputs[0]
+        operation = value.op
         if operation.type in ("AddV2", "Add"):
-            left, right = operation.inputs
-            if self._is_fresh_read(left):
-                return _Addition(self._like_self(right), 1)
-            if self._is_fresh_read(right):
-                return _Addition(self._like_self(left), 1)
+            for read, added in (operation.inputs, operation.inputs[::-1]):
+                if self._is_fresh_read(read):
+                    return _Addition(self._like_self(added), 1)
         if operation.type == "Sub" and self._is_fresh_read(operation.inputs[0]):
             return _Addition(self._like_self(operation.inputs[1]), -1)
         return None
@@ -330,18 +330,11 @@ for _name in (*_SCATTERS, "batch_scatter_update"):
     setattr(CoordinatedVariable, _name, _scatter(_name))
 
 
-class _Addition:
+class _Addition(NamedTuple):
     """Addition (`sign` 1) of `value` to the variable, or subtraction (-1)."""
 
-    def __init__(self, value: tf.Tensor, sign: int):
-        self.value = value
-        self.sign = sign
-
-
-def _behind(tensor: tf.Tensor, types: tuple[str, ...]) -> tf.Tensor:
-    while tensor.op.type in types:
-        tensor = tensor.op.inputs[0]
-    return tensor
+    value: tf.Tensor
+    sign: int
 
 
 def coordinate(variable: Any, barrier: Callable[..., None]) -> Any:

@@ -596,7 +596,11 @@ def update_by_shards(stock: UpdateFunction, is_lazy: bool, is_elementwise: Calla
             return stock(variable, function, args, kwargs, group)
         if isinstance(variable, PartitionedVariable):
             shards, sizes = variable.variables, variable.stored.sizes
-        elif is_lazy and isinstance(variable, CoordinatedVariable) and _has_rows(args):
+        elif (
+            is_lazy
+            and isinstance(variable, CoordinatedVariable)
+            and any(isinstance(arg, tf.IndexedSlices) for arg in args)
+        ):
             shards, sizes = [variable], (variable.shape[0],)
         else:
             return stock(variable, function, args, kwargs, group)
@@ -613,10 +617,6 @@ def update_by_shards(stock: UpdateFunction, is_lazy: bool, is_elementwise: Calla
         return None
 
     return update
-
-
-def _has_rows(args: Sequence[Any]) -> bool:
-    return any(isinstance(arg, tf.IndexedSlices) for arg in args)
 
 
 def _parts(
@@ -678,7 +678,7 @@ class RowPieces:
                 entries.append(gradient)
                 continue
             is_split = isinstance(gradient, RowsByShard)
-            pieces = gradient.pieces if is_split else split_rows(merge_rows(gradient), _sizes_of_shards(shards))
+            pieces = gradient.pieces if is_split else split_rows(merge_rows(gradient), _rows_of_shards(shards))
             # Without the shape, which would be one more tensor to send.
             entries += [tf.IndexedSlices(piece.values, piece.indices) for piece in pieces]
         return entries
@@ -690,9 +690,5 @@ class RowPieces:
             pieces = [next(left) for _ in shards]
             is_whole = len(shards) == 1
             devices = [shard.device for shard in shards]
-            gradients.append(pieces[0] if is_whole else RowsByShard(pieces, _sizes_of_shards(shards), devices))
+            gradients.append(pieces[0] if is_whole else RowsByShard(pieces, _rows_of_shards(shards), devices))
         return gradients
-
-
-def _sizes_of_shards(shards: Sequence[Any]) -> list[int]:
-    return [shard.shape[0] for shard in shards]

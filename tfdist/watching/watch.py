@@ -18,7 +18,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line
-from tfdist.launchers.requests import LaunchError, ToolError
+from tfdist.launchers.requests import LaunchError
 from tfdist.telemetry import report
 from tfdist.telemetry.update_log import EventKind, LogReader, Outcome, Timeline, run_directory
 
@@ -79,12 +79,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def _console() -> Console:
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise ToolError(
-            f"{_COMMAND} draws with the library rich, which is missing; pip install rich. Received: no module rich"
-        ) from None
+    from rich.console import Console
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # For terminals without Unicode.
     # Into a file nothing is cut.

@@ -105,31 +105,11 @@ class Header:
                 "upgrade tfdist" if isinstance(version, int) and version > VERSION else "use the tfdist that wrote it"
             )
             raise ValueError(f"it is of version {version!r} of the format, not {VERSION}; {remedy} to read it")
-        return Header(
-            job=_text(values, "job"),
-            writer=_text(values, "writer"),
-            workers=_texts(values, "workers"),
-            strategy=_text(values, "strategy"),
-            policies=_texts(values, "policies"),
-            origin_secs=_number(values, "origin_secs"),
-            simulated=bool(values.get("simulated")),
-        )
-
-
-def _text(values: dict[str, Any], key: str) -> str:
-    if not isinstance(values.get(key), str):
-        raise ValueError(f"log.json has no string {key!r}")
-    return values[key]
-
-
-def _texts(values: dict[str, Any], key: str) -> tuple[str, ...]:
-    if not isinstance(values.get(key), list) or not all(isinstance(each, str) for each in values[key]):
-        raise ValueError(f"log.json has no list of strings {key!r}")
-    return tuple(values[key])
-
-
-def _number(values: dict[str, Any], key: str) -> float:
-    value = values.get(key)
-    if not isinstance(value, int | float) or not abs(value) < 1e12:
-        raise ValueError(f"log.json has no number {key!r}")
-    return float(value)
+        fields = {each.name for each in dataclasses.fields(Header)}
+        known: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in fields
+        }
+        try:
+            return Header(**known)
+        except TypeError as error:
+            raise ValueError(f"log.json lacks a value: {error}") from None
