@@ -123,7 +123,7 @@ def _of_profile(values: flags.FlagValues, path: pathlib.Path, given: Sequence[in
         head.append(f"TensorFlow sends at most {links.software_bandwidth / 0.125e9:.2g} Gbit/s from CPUs")
     if (here := min(max(workers), per_machine)) > 1:
         head.append(f"machine: {_cores(measured, here)}")
-    if measured.is_busy:
+    if measured.busy_in_words:
         head.append(f"warning: {measured.busy_in_words}")
     if measured.noise_scale and measured.noise_scale.says_something:
         head.append(str(measured.noise_scale))

@@ -144,11 +144,6 @@ class Profile(_Checked):
         }
 
     @property
-    def is_busy(self) -> bool:
-        """True if other programs were busy on the machine that was measured."""
-        return self.other_cores > BUSY * self.cores
-
-    @property
     def used_cores(self) -> float:
         """Cores that a step keeps busy on average; 0 if unknown. Fewer than alone, where other programs were busy."""
         return min(self.cores, self.cpu_secs / statistics.fmean(self.fit_secs)) if self.fit_secs else 0.0
@@ -156,8 +151,9 @@ class Profile(_Checked):
     @property
     def busy_in_words(self) -> str:
         """One line about a busy machine; "" for one that was not."""
-        used = f"other programs used {self.other_cores:.1f} of {self.cores} cores"
-        return f"{used}: the profile is of a busy machine" if self.is_busy else ""
+        if self.other_cores <= BUSY * self.cores:
+            return ""
+        return f"other programs used {self.other_cores:.1f} of {self.cores} cores: the profile is of a busy machine"
 
     def to_json(self) -> str:
         """Returns the content of a profile's file."""

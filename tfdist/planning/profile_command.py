@@ -119,7 +119,7 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
     profile = dataclasses.replace(measured[0], script=pathlib.Path(script).name)
     _files.write(output, profile.to_json())
     _say(_summary(profile, output))
-    if profile.is_busy:
+    if profile.busy_in_words:
         _say(f"{profile.busy_in_words}; measure again when they have ended")
     return 0
 

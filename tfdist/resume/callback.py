@@ -86,7 +86,7 @@ class Resume(keras.callbacks.Callback):
         # Also of models of no strategy.
         calls.follow()
         self._save_freq = save_freq
-        self._checkpoints = CheckpointDirectory(path, max_to_keep, _say)
+        self._checkpoints = CheckpointDirectory(path, max_to_keep, _log.say)
         self._path = path
         self._signals = preemption.Signals(signals, lambda: is_fitting(self.model, self))
         self._others = preemption.Alone()
@@ -313,12 +313,12 @@ class Resume(keras.callbacks.Callback):
         agreement = self._agreement()
         if agreement is None:
             return preemption.Alone()
-        return preemption.Together(agreement, f"preemption/{next(_NUMBERS)}", _exit_now, _say)
+        return preemption.Together(agreement, f"preemption/{next(_NUMBERS)}", _exit_now, _log.say)
 
     def _announce(self, line: str) -> None:
         agreement = self._agreement()
         if agreement is None or agreement.is_chief:
-            _say(line)
+            _log.say(line)
 
     def _expect_position(self) -> DataPosition:
         if self._position is None:
@@ -343,7 +343,3 @@ def _exit_now() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(TRY_AGAIN_EXIT_CODE)
-
-
-def _say(line: str) -> None:
-    _log.say(line)
