@@ -502,13 +502,17 @@ def test_page_of_each_command_has_all_its_flags(tmp_path: pathlib.Path, monkeypa
         assert names - {*_FLAG.findall(_text(pages.SITE / "docs" / page))} == set(), command
 
 
+_REGISTRY = "pip install ['\"]?tfdist"
+
+
 def test_shell_blocks_are_commands_to_copy() -> None:
     """No output, whose block is `text`, no synopsis, and no name that only a registry without tfdist could know."""
     for page, (language, code) in _found(_BLOCK):
         for line in re.sub(r"\\\n", "", code).splitlines() if language == "shell" else ():
             words = line.split()
             assert not words or re.fullmatch(_COMMANDS, words[0]), f"{_id(page)}: {line}"
-            assert not re.search(r"\[(FLAGS|ARGUMENTS)\]|pip install '?tfdist", line), f"{_id(page)}: {line}"
+            assert not re.search(rf"\[(FLAGS|ARGUMENTS)\]|{_REGISTRY}", line), f"{_id(page)}: {line}"
+    assert [str(path) for path in (ROOT / "tfdist").rglob("*.py") if re.search(_REGISTRY, path.read_text())] == []
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

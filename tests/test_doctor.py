@@ -82,7 +82,7 @@ def test_gpus(monkeypatch):
     assert state([], [], "")[0] == "ok"
     assert state(["0", "1"], ["0"], "nvidia-cudnn-cu12") == ("ok", "1 of 2 GPUs may be used")
     assert state(["0"], [], "") == ("warning", "CUDA_VISIBLE_DEVICES='x' hides all 1 GPUs; unset it to use them")
-    assert "pip install 'tfdist[gpu]'" in state(["0"], ["0"], "")[1]
+    assert "pip install '.[gpu]' in a checkout" in state(["0"], ["0"], "")[1]
 
 
 # The cluster.

@@ -49,6 +49,17 @@ def test_a_task_that_is_missing_is_named(capsys):
             assert line.startswith("tfdist: ") and missing in line
 
 
+def test_a_task_of_another_cluster_is_named_as_such(capsys):
+    with PortReservation(3) as reservation, ThreadPoolExecutor(1) as pool:
+        first, other = clusters(list(reservation.ports)[:2])[0], clusters(list(reservation.ports))[1]
+        waiting = pool.submit(doctor_measure.measure_as_task, {"TF_CONFIG": other.to_tf_config()}, 6.0)
+        assert doctor_measure.measure_as_task({"TF_CONFIG": first.to_tf_config()}, 60.0) == 1
+        line, *_ = capsys.readouterr().err.splitlines()
+        assert line == "tfdist: worker:1 has another TF_CONFIG; give all tasks the same cluster; see its own line"
+        assert waiting.result() == 1
+    assert "if it runs, see its own line" in capsys.readouterr().err
+
+
 def test_one_task_alone_has_no_link(capsys):
     cluster = tfdist.Cluster({"worker": ["127.0.0.1:1"]}, tfdist.Task("worker", 0))
     with pytest.raises(requests.LaunchError, match="no TF_CONFIG"):

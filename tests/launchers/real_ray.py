@@ -56,7 +56,7 @@ class RayCluster:
 
 def missing() -> str:
     """Why there can be no cluster here; "" if there can."""
-    return "" if importlib.util.find_spec("ray") else "ray is not installed: pip install 'tfdist[ray]'"
+    return "" if importlib.util.find_spec("ray") else "ray is not installed: pip install '.[ray]'"
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         if len(name) == 1 or kind not in ("int", "float", "bool", "string enum"):
             continue
         # No number of a launcher is negative.
-        for value in ("two", *(["-1"] if command[0] == "launch" else [])):
+        for value in ("two", *(["nan"] if kind == "float" else []), *(["-1"] if command[0] == "launch" else [])):
             assert cli.main([*command, f"--{name}={value}", "setup.py"]) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert re.match(

@@ -29,7 +29,7 @@ def test_lists(text, hosts):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a,,b", "n[1-3", "n1-3]", "n[[1]]", "n[]", "n[a-c]", "n 1"],
+    ["", "a,,b", "n[1-3", "n1-3]", "n[[1]]", "n[]", "n[a-c]", "n[3-1]", "n 1"],
 )
 def test_what_is_no_list(text):
     with pytest.raises(LaunchError, match="the host list is not written as Slurm does"):
@@ -41,7 +41,7 @@ def test_tasks_per_host(text, counts):
     assert slurm_task.expand_counts(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "x", "2x3", "-1", "²"])
+@pytest.mark.parametrize("text", ["", "x", "2x3", "2(x0)", "-1", "²"])
 def test_what_are_no_tasks_per_host(text):
     with pytest.raises(LaunchError, match="the tasks per host are not written as Slurm does"):
         slurm_task.expand_counts(text)

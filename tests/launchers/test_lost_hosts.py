@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts that vanish: which is blamed, what counts as a failure, and what the tasks that are left are told."""
 
+import errno
+import functools
 import json
 import os
 import pathlib
@@ -187,6 +189,14 @@ def test_a_host_that_answers_the_second_time_is_not_lost(tmp_path):
     probe = ["sh", "-c", 'mkdir "$0" && exit 255; exit 0', str(tmp_path / "tried")]
     assert attempts.unreachable({"slow": probe}, lambda: False) == {}
     assert (tmp_path / "tried").exists()
+
+
+def test_a_host_that_can_not_be_asked_counts_as_there(monkeypatch):
+    def refuse(name, command, env):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(attempts, "Supervisor", functools.partial(attempts.Supervisor, start=refuse))
+    assert attempts.unreachable({"alpha": ["true"]}, lambda: False) == {}
 
 
 def test_an_interrupt_ends_the_wait_for_hosts():

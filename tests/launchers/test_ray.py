@@ -61,7 +61,7 @@ def test_missing_resources_are_named_with_free_ones(wanted, free, words):
         ({"gpus_per_worker": 1}, "unknown flag --gpus_per_worker; did you mean --resources_per_worker='{\"GPU\": 1}'"),
         ({"num_workers": 2, "min_workers": 3}, "--min_workers is out of range"),
         ({"copy": True}, "the script does not exist"),
-        ({}, f"{sys.executable} has no package ray; install it: pip install 'tfdist[ray]'"),
+        ({}, f"{sys.executable} has no package ray; pip install '.[ray]' in a checkout"),
     ],
 )
 def test_jobs_that_make_no_sense_are_one_line(options, words, monkeypatch):

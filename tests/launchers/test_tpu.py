@@ -22,14 +22,19 @@ ODD = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
         *(("v5litepod-8", 1), ("v5litepod-16", 4), ("v6e-256", 64), ("v99-512", 1)),
     ],
 )
-def test_hosts_of_a_type(name, hosts):
+def test_hosts_of_a_type(name, hosts, capsys):
     assert job(accelerator_type=name, create=False).num_hosts == hosts
+    assert ("is not known here: taken as one host" in capsys.readouterr().err) == name.startswith("v99")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"zone": ""}, "--zone is missing; write the TPU's, such as --zone=us-central2-b. Received: nothing"),
+        (
+            {"accelerator_type": "v99-512"},
+            "--accelerator_type begins with none of v2, v3, v4, v5p, v5litepod, v6e; make",
+        ),
         ({"accelerator_type": "v4-32"}, "--version is no runtime for 4 hosts; use tpu-vm-tf-VERSION-pod-pjrt"),
     ],
 )

@@ -86,8 +86,12 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
             ["--step_secs=1s", "--compute=constant(secs=1)"],
             "--compute is the time of a step already; leave --step_secs",
         ),
-        (["--step_secs=1s", "--json=/dev/null/a/b"], "--json has a folder that can't be created: Not"),
+        (["--step_secs=1s", "--json=/dev/null/a/b"], "--json: the file can't be written (Not a directory)"),
         (["--workers=0", "--json=new/a.json"], "--workers must be an integer of at least 1"),
+        (
+            ["--step_secs=1s", "--num_updates=100000000", "--json=/dev/null/a"],
+            "--json: the file can't be written (Not a",
+        ),
         (["--step_secs=1s", "--json=/"], "--json: the file can't be written (Is a directory)"),
     ],
 )

@@ -228,7 +228,9 @@ def test_gpus_are_left_to_nccl():
 
 def test_a_missing_mpi4py_is_said_with_what_installs_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mpi, "is_installed", lambda: False)
-    assert refusal_of_mpi(Alone()) == "on worker:0, it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"
+    assert (
+        refusal_of_mpi(Alone()) == "on worker:0, it needs mpi4py and an MPI library: pip install '.[mpi]' in a checkout"
+    )
 
 
 @pytest.mark.usefixtures("installed_mpi")

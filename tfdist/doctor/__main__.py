@@ -261,7 +261,7 @@ def versions(installed: Callable[[str], str | None]) -> list[Finding]:
         else:
             found.append(Finding(OK, f"{name} {version}"))
     mpi = installed("mpi4py")
-    use = "CPUs of several workers sum by MPI" if mpi else "pip install 'tfdist[mpi]' for faster sums of CPUs"
+    use = "CPUs of several workers sum by MPI" if mpi else "pip install '.[mpi]' in a checkout sums faster on CPUs"
     found.append(Finding(OK, f"mpi4py {mpi or 'is not installed'}: {use}"))
     return found
 
@@ -307,9 +307,7 @@ def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None])
         )
         return [Finding(WARNING, text)]
     if not any(installed(f"nvidia-cudnn-cu{version}") for version in (12, 13)):
-        text = (
-            f"{len(usable)} GPUs, and no CUDA libraries from pip; if TensorFlow sees no GPU, pip install 'tfdist[gpu]'"
-        )
+        text = f"{len(usable)} GPUs, and no CUDA libraries from pip; if TensorFlow sees no GPU, pip install '.[gpu]' in a checkout"
         return [Finding(WARNING, text)]
     return [Finding(OK, f"{len(usable)} of {len(there)} GPUs may be used")]
 

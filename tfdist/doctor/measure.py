@@ -10,7 +10,7 @@ in the second each gets all of them.
                                              second, without the first quarter
     any -> next           DIGEST turn        then a line of JSON: the links so far
 
-A task measures with tasks of its own cluster only: DIGEST is of all tasks.
+A task measures with tasks of its own cluster only: DIGEST is of all tasks. Another one gets the answer _OTHER.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tfdist.cluster import Cluster, Task, digest_of
 FORMAT, VERSION = "tfdist network", 1
 _PINGS = 30
 _CHUNK = bytes(2**16)
+_OTHER = b"other TF_CONFIG\n"
 _MAX_LINE = 2**22
 _CONNECT_SECS = 5.0
 # A bucket of tokens lets the first bytes of a shaped link through at once, and TCP begins slowly.
@@ -96,9 +97,8 @@ def measure(cluster: Cluster, timeout_secs: float) -> list[MeasuredLink]:
             try:
                 return state.turns.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(
-                    f"waited for {tasks[own - 1]}, which has not measured; raise --measure_secs"
-                ) from None
+                late = f"waited {timeout_secs:g} s for {tasks[own - 1]}, which has not measured"
+                raise TimeoutError(f"{late}; if it runs, see its own line, or raise --measure_secs") from None
 
         links = wait() if own else []
         for peer in peers(tasks, cluster.task):
@@ -208,8 +208,9 @@ def _latency(cluster: Cluster, task: Task, deadline: float) -> float:
         for _ in range(_PINGS):
             before = time.perf_counter()
             connection.sendall(b".")
-            if connection.recv(1) != b".":
-                raise TimeoutError(f"{task} closed the connection; see its own output")
+            if (answer := connection.recv(len(_OTHER))) != b".":
+                why = "has another TF_CONFIG; give all tasks the same cluster" if answer else "closed the connection"
+                raise TimeoutError(f"{task} {why}; see its own line")
             durations.append(time.perf_counter() - before)
     return statistics.median(durations) / 2
 
@@ -265,11 +266,13 @@ class _Handler(socketserver.StreamRequestHandler):
         super().__init__(*given)
 
     def handle(self) -> None:
-        """Answers one request; strangers get no answer."""
+        """Answers one request; a line without a digest gets no answer."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             self.connection.settimeout(_CONNECT_SECS)
             digest, kind = self.rfile.readline(_sockets.LINE_BYTES).split()
             if digest != self._state.digest:
+                self.wfile.write(_OTHER)
+                self.rfile.read(1)  # The ping: closing before it has come would drop the answer.
                 return
             self.connection.settimeout(max(0.1, self._state.deadline - time.monotonic()))
             if kind == b"ping":

@@ -210,7 +210,7 @@ def define(values: flags.FlagValues, table: Mapping[str, tuple[bool | int | floa
         DEFINE[type(default)](name, default, text, flag_values=values)
 
 
-_Job = TypeVar("_Job")
+JobT = TypeVar("JobT")
 
 
 def define_settings(values: flags.FlagValues, *jobs: type) -> None:
@@ -223,7 +223,7 @@ def define_settings(values: flags.FlagValues, *jobs: type) -> None:
             DEFINE[kind](field.name, default, text, flag_values=values, **(bounds if kind in (int, float) else {}))
 
 
-def from_settings(job: type[_Job], values: flags.FlagValues, **others: Any) -> _Job:
+def from_settings(job: type[JobT], values: flags.FlagValues, **others: Any) -> JobT:
     """Returns a dataclass with the values of the flags of `define_settings`, and with these other values."""
     names = [field.name for field in dataclasses.fields(job) if field.metadata]  # pyright: ignore[reportArgumentType]
     found = {name: values[name].value for name in names}
@@ -261,7 +261,11 @@ def parse(
     define(values)
     files: dict[str, str] = {}
     try:
-        return values, values(["tfdist", *_underscored(values, arguments, files)])[1:]
+        rest = values(["tfdist", *_underscored(values, arguments, files)])[1:]
+        for name in values:
+            if values[name].value != values[name].value:  # NaN is within any bounds.
+                raise flags.IllegalFlagValueError(f"flag --{name}=nan: no number")
+        return values, rest
     except flags.IllegalFlagValueError as error:
         raise FlagError(_illegal(str(error), values, files)) from None
     except flags.Error as error:

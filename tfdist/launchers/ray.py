@@ -469,4 +469,4 @@ def _ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise LaunchError(f"{sys.executable} has no package ray; install it: pip install 'tfdist[ray]'") from None
+        raise LaunchError(f"{sys.executable} has no package ray; pip install '.[ray]' in a checkout") from None

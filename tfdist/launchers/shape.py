@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from absl import flags
 
 from tfdist.cluster import Cluster, Task
 from tfdist.launchers import command_line, environment
+from tfdist.launchers.command_line import JobT
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, setting
 
 
@@ -177,9 +178,6 @@ class SupervisedJob(Job):
         )
 
 
-_Job = TypeVar("_Job")
-
-
 def define_flags(values: flags.FlagValues, *jobs: type, has_env: bool = True, has_communication: bool = True) -> None:
     """Defines the flags of a launcher: the settings of these dataclasses, and those that become variables of tasks.
 
@@ -198,7 +196,7 @@ def define_flags(values: flags.FlagValues, *jobs: type, has_env: bool = True, ha
     environment.define_flags(values, has_communication)
 
 
-def job_from_flags(job: type[_Job], values: flags.FlagValues, command: Sequence[str], **others: Any) -> _Job:
+def job_from_flags(job: type[JobT], values: flags.FlagValues, command: Sequence[str], **others: Any) -> JobT:
     """Builds the job of a launcher, a dataclass: its settings, script, tasks, restarts, variables and other values.
 
     Raises:

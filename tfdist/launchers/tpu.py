@@ -63,6 +63,14 @@ class TpuJob:
                 raise LaunchError(
                     f"--{flag} is missing; write the TPU's, such as --{flag}={example}. Received: nothing"
                 )
+        known = ", ".join(_SEVERAL)
+        if self.accelerator_type.rpartition("-")[0] not in _SEVERAL:
+            if self.create:
+                raise LaunchError(
+                    f"--accelerator_type begins with none of {known}; make such a TPU with gcloud, and add --nocreate. "
+                    f"Received: {self.accelerator_type!r}"
+                )
+            _log.say(f"--accelerator_type={self.accelerator_type} is not known here: taken as one host")
         if self.num_hosts > 1 and self.create and "-pod" not in self.version:
             raise LaunchError(
                 f"--version is no runtime for {self.num_hosts} hosts; use tpu-vm-tf-VERSION-pod-pjrt for your "

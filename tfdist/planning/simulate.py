@@ -86,19 +86,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
-    if values.json and pathlib.Path(values.json).parent.is_dir():
-        _files.check_writable(values.json, "--json")
+    if values.json:
+        missing = [each for each in pathlib.Path(values.json).parents if not each.exists()]
+        _files.check_writable(missing[-1] if missing else values.json, "--json")
     try:
         _check_used(values)
         result = _simulate(values)
     except (ValueError, RuntimeError) as error:
         raise LaunchError(_with_flags(str(error), values)) from None
-    if values.json:
-        make_folder("--json", pathlib.Path(values.json).parent)
     if values.strategy == "parameter_server" and values.servers is None:
         _log.say("simulated is ParameterServerStrategy with one parameter server; --servers and --strategy change it")
     sys.stdout.write(f"{result}\n")
     if values.json:
+        make_folder("--json", pathlib.Path(values.json).parent)
         _files.write(values.json, json.dumps(result.to_dict(), indent=2) + "\n")
     return 0
 

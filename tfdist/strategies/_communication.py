@@ -143,7 +143,7 @@ def _local_state(asked: str, devices: Sequence[str], num_workers: int) -> dict[s
         return {"problem": f"it sums on CPUs only; use 'auto', by which GPUs have NCCL. Received: device {devices[0]}"}
     size = mpi.size_of_job()
     if not mpi.is_installed():
-        return {"problem": "it needs mpi4py and an MPI library: pip install 'tfdist[mpi]'"}
+        return {"problem": "it needs mpi4py and an MPI library: pip install '.[mpi]' in a checkout"}
     try:
         name = mpi.library_name()
     except (ImportError, RuntimeError, OSError) as error:

@@ -55,7 +55,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
       communication_options: a `tf.distribute.experimental.CommunicationOptions`.
       communication: library that sums tensors of CPUs over the workers: "mpi" (by mpi4py), or "tensorflow" for
         TensorFlow's collectives. "auto" takes MPI where each worker has mpi4py with one MPI library that can be started
-        (`pip install 'tfdist[mpi]'`), else TensorFlow's collectives. GPUs always use the latter, which have NCCL.
+        (`pip install '.[mpi]'` in a checkout), else TensorFlow's. GPUs always use the latter, which have NCCL.
       devices_per_replica: number of a worker's devices that hold a copy of the model together, each a part of its
         layers (`tfdist.placement`, `tfdist.split`). A worker has all of its GPUs, or all of its logical CPUs where it
         has none; as many on each.

@@ -103,12 +103,14 @@ _EARLY_SECS = 90.0
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of a job's requeues, and `task_logs`. See `SlurmJob` of the launcher, whose values these are."""
+    """Limits of a job's requeues, and `task_logs`, in which %j is the job's id."""
 
-    max_restarts: int = setting(0, "requeues after failures")
-    max_preemptions: int = setting(0, "requeues after preemptions, those by Slurm itself included")
-    pre_kill_secs: int = setting(0, "seconds before the time limit at which the tasks get SIGTERM")
-    task_logs: str = setting("", "directory for a file of each task's output, with %j for the job's id")
+    max_restarts: int = setting(0, "restarts of a job that has failed")
+    max_preemptions: int = setting(100, "restarts of a job that was preempted; not counted as failures")
+    pre_kill_secs: int = setting(
+        120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none", most=65535
+    )
+    task_logs: str = setting("slurm-%j", "directory for files of each task's output; empty for none")
 
 
 class BatchJob:

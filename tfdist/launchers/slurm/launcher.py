@@ -27,7 +27,7 @@ from tfdist.launchers import command_line, shape, tools
 from tfdist.launchers.requests import LaunchError, check_command, check_folder, make_folder, setting, shell_code
 from tfdist.launchers.shape import Job, Shape
 from tfdist.launchers.slurm import job as slurm_job
-from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT
+from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT, StepSettings
 
 _USAGE = """\
 usage: tfdist launch slurm [FLAGS] SCRIPT [ARGUMENTS]
@@ -54,7 +54,7 @@ _OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "output"
 
 
 @dataclasses.dataclass(frozen=True)
-class SlurmJob(Job):
+class SlurmJob(slurm_job.Limits, StepSettings, Job):
     """A Slurm job.
 
     Raises:
@@ -74,17 +74,6 @@ class SlurmJob(Job):
     tasks_per_node: int = setting(1, "tasks on each host", least=1)
     cpus_per_task: int = setting(0, "CPUs for each task; by default the tasks of a node share its CPUs")
     gpus_per_node: int = setting(0, "GPUs of each host, shared out among the workers there")
-    max_restarts: int = setting(0, "restarts of a job that has failed")
-    max_preemptions: int = setting(100, "restarts of a job that was preempted; not counted as failures")
-    pre_kill_secs: int = setting(
-        120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none", most=65535
-    )
-    port: int = setting(0, "first port of each host; 0 derives it from the job's number", most=65535)
-    grace_period_secs: float = setting(30.0, "seconds for the other tasks after one has failed")
-    quiet_workers: bool = setting(
-        False, "write the output of the chief (and evaluator) alone, and the last lines of a task that fails"
-    )
-    task_logs: str = setting("slurm-%j", "directory for files of each task's output; empty for none")
     sbatch: tuple[str, ...] = setting((), "one more option of sbatch; may be repeated")
     srun: tuple[str, ...] = setting((), "one more option of srun, such as --mpi=none; may be repeated")
     setup: tuple[str, ...] = setting((), "shell line before the tasks, such as 'module load cuda'; may be repeated")

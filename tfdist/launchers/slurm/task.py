@@ -24,11 +24,11 @@ from absl import flags
 from tfdist import _log
 from tfdist.cluster import ClusterError, Task
 from tfdist.launchers import command_line, environment
-from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.requests import LaunchError, setting
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm.exits import EXITS_VARIABLE, LOGS_VARIABLE, REACHES_ALL_VARIABLE, Exits
 from tfdist.launchers.supervise import wrapping
-from tfdist.launchers.supervise.output import TaskLogs
+from tfdist.launchers.supervise.output import QUIET_WORKERS, TaskLogs
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -58,7 +58,9 @@ def _expand_part(part: str) -> list[str]:
         return [part]
     numbers: list[str] = []
     for first, _, last in (item.partition("-") for item in part[1:-1].split(",")):
-        numbers += (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))
+        if not (found := range(int(first), int(last or first) + 1)):
+            raise ValueError
+        numbers += (f"{number:0{len(first)}d}" for number in found)
     return numbers
 
 
@@ -70,7 +72,7 @@ def expand_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     for item in text.split(","):
-        if not (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item, re.ASCII)):
+        if not (match := re.fullmatch(r"(\d+)(?:\(x([1-9]\d*)\))?", item, re.ASCII)):
             raise LaunchError(f"the tasks per host are not written as Slurm does, such as 2(x3),1. Received: {text!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -80,6 +82,15 @@ def expand_counts(text: str) -> list[int]:
 _FIRST_PORT, _PORTS_PER_JOB, _JOBS = 12000, 16, 1000
 # Most tasks of a job on one host without --port.
 MOST_WITHOUT_PORT = _PORTS_PER_JOB
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """Settings of all processes of a step."""
+
+    port: int = setting(0, "first port of each host; 0 derives it from the job's number", most=65535)
+    grace_period_secs: float = setting(30.0, "seconds for the other tasks after one has failed")
+    quiet_workers: bool = setting(False, QUIET_WORKERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,13 +203,7 @@ def _gpus(step: SlurmProcess, tasks: Sequence[Task], job: Shape, env: Mapping[st
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the wrapper's flags."""
-    command_line.define_settings(values, Shape)
-    table = {
-        "port": (0, "first port of each host; 0 derives it from the job"),
-        "grace_period_secs": (30.0, "seconds for the others after one has failed"),
-        "quiet_workers": (False, "print the chief's and the evaluator's output alone"),
-    }
-    command_line.define(values, table)
+    command_line.define_settings(values, Shape, StepSettings)
 
 
 def main(arguments: Sequence[str]) -> int:

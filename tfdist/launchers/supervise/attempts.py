@@ -583,7 +583,8 @@ def unreachable(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[]
 def _reasons(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], bool]) -> dict[str, str]:
     with Supervisor() as supervisor:
         for host, command in probes.items():
-            supervisor.start(host, command)
+            with contextlib.suppress(OSError):  # Without a process for it, nothing is known of the host.
+                supervisor.start(host, command)
         deadline = time.monotonic() + _ANSWER_SECS
         while supervisor.running and time.monotonic() < deadline and not is_interrupted():
             supervisor.wait_first_exit(_LOOK_SECS)

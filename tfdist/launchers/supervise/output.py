@@ -154,6 +154,9 @@ def _class_of(lines: Sequence[str]) -> str:
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 
+QUIET_WORKERS = "print the output of the chief (and evaluator) alone, and the last lines of a task that fails"
+
+
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
     """Destination of the tasks' output.
@@ -165,9 +168,7 @@ class LogSettings:
     task_logs: str | None = setting(None, "directory for files with each task's output", str)
     run: str = setting("", "folder in --task_logs; the time by default")
     tee: bool = setting(True, "print the tasks' output, also where it is logged")
-    quiet_workers: bool = setting(
-        False, "print the output of the chief (and evaluator) alone, and the last lines of a task that fails"
-    )
+    quiet_workers: bool = setting(False, QUIET_WORKERS)
 
     def __post_init__(self) -> None:
         if self.run and not _RUN.fullmatch(self.run):
