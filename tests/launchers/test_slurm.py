@@ -297,10 +297,13 @@ def test_what_slurm_refuses_is_one_line(launch):
     assert done.stderr.splitlines() == ["tfdist: --cpus_per_task is Slurm's default: sbatch refuses 8 of them", refusal]
 
 
-def test_without_slurm_it_says_where_to_go(monkeypatch):
+def test_without_slurm_it_says_where_to_go_and_makes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
+    (tmp_path / "train.py").touch()
     with pytest.raises(requests.LaunchError, match="no command sbatch on this machine's PATH; call this on a login"):
-        slurm.submit("#!/bin/bash\n")
+        slurm.main(["--output=new/%j.out", "train.py"])
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_dry_run_is_the_script_unless_a_folder_is_absent(tmp_path, monkeypatch, capsys):
@@ -309,11 +312,12 @@ def test_a_dry_run_is_the_script_unless_a_folder_is_absent(tmp_path, monkeypatch
     (tmp_path / "train.py").touch()
     for main, arguments in (
         (slurm.main, ["--directory=absent"]),
-        (tpu.main, ["--accelerator_type=v4-8", "--zone=a", "--copy=absent"]),
+        (tpu.main, ["--dry_run", "--accelerator_type=v4-8", "--zone=a", "--copy=absent"]),
     ):
         with pytest.raises(requests.LaunchError, match=r"^--(directory|copy) does not exist; name .* 'absent'$"):
-            main(["--dry_run", *arguments, "train.py"])
-    assert slurm.main(["--dry_run", "--num_workers=3", "train.py", "--x"]) == 0
+            main([*arguments, "train.py"])
+    assert tpu.main(["--dry_run", "--accelerator_type=v4-8", "--zone=a", "--copy=train.py", "train.py"]) == 0
+    assert slurm.main(["--dry_run", "--num_workers=3", "--directory=/on/the/cluster", "train.py", "--x"]) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --ntasks=3\n" in text and "cpus-per-task" not in text  # There is no Slurm to ask.
     assert text.endswith(" -- train.py --x\n")

@@ -307,8 +307,8 @@ def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None])
         )
         return [Finding(WARNING, text)]
     if not any(installed(f"nvidia-cudnn-cu{version}") for version in (12, 13)):
-        text = f"{len(usable)} GPUs, and no CUDA libraries from pip; if TensorFlow sees no GPU, pip install '.[gpu]' in a checkout"
-        return [Finding(WARNING, text)]
+        text = f"{len(usable)} GPUs, and no CUDA libraries from pip; if TensorFlow sees no GPU, pip install"
+        return [Finding(WARNING, f"{text} '.[gpu]' in a checkout")]
     return [Finding(OK, f"{len(usable)} of {len(there)} GPUs may be used")]
 
 

@@ -7,6 +7,7 @@ TPUs are used through tf.distribute.TPUStrategy and need no TF_CONFIG: one progr
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, check_folder, setting
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, setting
 from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
 
@@ -49,7 +50,7 @@ class TpuJob:
     create: bool = setting(True, "make the TPU first")
     delete: bool = setting(False, "delete the TPU at the end, whatever happens")
     spot: bool = setting(False, "may be preempted at any time")
-    copy: str = setting("", "local directory to copy to --working_dir on all hosts")
+    copy: str = setting("", "local directory or file to copy to --working_dir on all hosts")
     setup: str = setting("", "shell command for all hosts before the script")
     gcloud: tuple[str, ...] = setting((), "one more option of gcloud's create, such as --network=mine; may be repeated")
     python: str = setting("python3", "interpreter on the hosts")
@@ -171,7 +172,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
             "--telemetry measures workers of tfdist's strategies, and TPUs have TensorFlow's, whose chips compute in "
             f"lockstep; use keras.callbacks.TensorBoard in the script. Received: --telemetry={values.telemetry}"
         )
-    if values.copy:
-        check_folder("--copy", values.copy, "name a directory of this machine")
+    if values.copy and not pathlib.Path(values.copy).exists():
+        raise LaunchError(f"--copy does not exist; name a directory or file of this machine. Received: {values.copy!r}")
     request = plan(shape.job_from_flags(TpuJob, values, command))
     return command_line.submit_or_show(values, request, lambda: submit(request, LogSettings()))

@@ -38,7 +38,7 @@ it. tfdist has to be installed in the image.
 """
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?", re.ASCII)
-_IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.ASCII)
+_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
 _LABEL = 63
 
 

@@ -24,7 +24,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import LaunchError, check_command, check_folder, make_folder, setting, shell_code
+from tfdist.launchers.requests import LaunchError, check_command, make_folder, setting, shell_code
 from tfdist.launchers.shape import Job, Shape
 from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT, StepSettings
@@ -267,14 +267,10 @@ def submit(text: str, output: str = "slurm-%j.out") -> int:
     Returns:
       0 once the job is in the queue, and sbatch's exit code if it refuses the job: it says why on standard error. With
       its option --wait the exit code of the job, once it has ended.
-
-    Raises:
-      LaunchError: sbatch is not installed.
     """
-    sbatch = tools.find_tool("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
     number, pipe = "", subprocess.PIPE
     # sbatch gives up a controller that does not answer by itself.
-    with subprocess.Popen([sbatch, "--parsable"], stdin=pipe, stdout=pipe, encoding="utf-8") as process:
+    with subprocess.Popen(["sbatch", "--parsable"], stdin=pipe, stdout=pipe, encoding="utf-8") as process:
         try:
             with contextlib.suppress(BrokenPipeError), process.stdin as script:  # pyright: ignore[reportOptionalContextManager]
                 script.write(text)
@@ -313,9 +309,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
-    check_folder("--directory", job.directory, "name one that all hosts share")
     check_command(job.command)
     if not values.dry_run:
+        if not pathlib.Path(job.directory).is_dir():
+            raise LaunchError(f"--directory does not exist; name one that all hosts share. Received: {job.directory!r}")
+        tools.find_tool("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
         make_output_folders(job)
     request = plan(with_cpus(job))
     return command_line.submit_or_show(values, request, lambda: submit(request, job.used("output")[0]))
