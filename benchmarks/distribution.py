@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import shutil
@@ -121,7 +120,7 @@ def _costs(
         if name != rival and rival in costs:
             # Noise may hide a cost altogether.
             pairs = zip(costs[rival], cost, strict=True)
-            result["rival_over_cost"] = [theirs / own if own > 0 else math.inf for theirs, own in pairs]
+            result["rival_over_cost"] = [theirs / own if own > 0 else None for theirs, own in pairs]
         yield result
 
 
@@ -136,7 +135,7 @@ def cost_summary(results: Sequence[dict[str, Any]]) -> str:
             f"{each['size']:5}  {each['contender']:26}  {1e3 * statistics.median(each['step_secs']):12.2f}  "
             f"{1e3 * statistics.median(each['cost_secs']):10.2f}  {f'{1e3 * low:.2f}-{1e3 * high:.2f}':>15}"
         )
-        if ratios := each.get("rival_over_cost"):
+        if ratios := [ratio for ratio in each.get("rival_over_cost", ()) if ratio is not None]:
             low, high = _quartiles(ratios)
             line += f"  {statistics.median(ratios):.2f} ({low:.2f}-{high:.2f}) {each['rival']}"
         lines.append(line)

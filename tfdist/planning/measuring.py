@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -212,9 +211,12 @@ def measure(
     say("gradients")
     tables, noise = (), None
     # Whatever a model's own train_step does without `call` and `compute_loss`.
-    with contextlib.suppress(Exception):
+    try:
         tables = sparse_tables(model, found[0])
         noise = _noise(model, found, size, secs * _NORMS)
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        say(f"{'' if tables else 'sparse tables and '}the noise scale fails: {type(error).__name__}: {text}")
     sparse_names = {table.name for table in tables}
     trainable = list(model.trainable_variables)
     return Profile(
