@@ -112,6 +112,23 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         ("launch slurm --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --tasks_per_node=2?"),
         ("launch slurm --gres gpu:2", "unknown flag --gres; did you mean --sbatch=--gres=gpu:2?"),
         ("launch slurm -x a", "unknown flag -x; did you mean --sbatch=-xa?"),
+        ("launch slurm -r 3", "unknown flag -r; did you mean --srun=-r3?"),
+        ("launch local --redirects=3", "unknown flag --redirects; did you mean --task_logs?"),
+        ("launch local --log-dir=a", "unknown flag --log-dir; did you mean --task_logs=a?"),
+        ("launch local --no-python", "unknown flag --no-python; tasks run Python, whose script may start another"),
+        ("launch local --accelerator=gpu", "unknown flag --accelerator; did you mean --gpus_per_worker?"),
+        ("launch ssh --ssh-args=-p2", "unknown flag --ssh-args; write each option by itself, such as --ssh=-p2222 --"),
+        ("launch ssh --key=k", "unknown flag --key; did you mean --ssh=-ik?"),
+        ("launch ssh --password=k", "unknown flag --password; a login needs a key, which ssh-copy-id HOST brings"),
+        ("launch ssh --remote_python=p", "unknown flag --remote_python; did you mean --python=p?"),
+        ("launch ssh --hosts a:2 b:2", "hosts are separated by commas: --hosts=a:2,b:2. Received: 'b:2'"),
+        ("launch tpu --tpu_name", "unknown flag --tpu_name; write --name=NAME"),
+        ("launch tpu --tpu-vm=x", "unknown flag --tpu-vm; write --name=x"),
+        (
+            "launch ray --memory=16GB",
+            'unknown flag --memory; did you mean --resources_per_worker=\'{"CPU": 1, "memory": B',
+        ),
+        ("launch ray --use_gpu=false", "unknown flag --use_gpu; did you mean --resources_per_worker='{\"GPU\": 0}'?"),
         ("launch slurm -q a", "unknown flag -q; did you mean --qos=a?"),
         (
             "launch slurm --gpus-per-socket=2",
@@ -165,6 +182,9 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         ("launch local --rdzv_endpoint=a:1", "unknown flag --rdzv_endpoint; leave it out, because tasks learn"),
         ("launch local --task_logs", "the flag --task_logs has no value; write --task_logs=VALUE"),
         ("simulate --num_workers=4", "unknown flag --num_workers; did you mean --workers=4?"),
+        ("simulate --updates=5", "unknown flag --updates; did you mean --num_updates=5?"),
+        ("simulate --log_dir=x", "unknown flag --log_dir; removed; --json=FILE has the result"),
+        ("doctor --meet_secs=4", "unknown flag --meet_secs; removed; --measure connects the tasks"),
         ("simulate --policy=x", "unknown flag --policy; did you mean --policies=x?"),
         ("doctor --time", "unknown flag --time; did you mean --timeout_secs?"),
         ("doctor --hosts=a", "unknown flag --hosts; tfdist launch ssh has it"),
@@ -227,6 +247,11 @@ def test_flag_with_dashes_is_the_one_with_underscores(command):
         values, rest = command_line.parse(module.define_flags, [*written, "a.json"], is_anywhere)
         assert rest == ["a.json"]
         assert values[name].present
+
+
+def test_script_that_is_quoted_with_its_arguments_is_refused(capsys):
+    assert cli.main(["launch", "local", "train.py --lr=1"]) == 2
+    assert capsys.readouterr().err.startswith("tfdist: the script is quoted with its arguments; don't quote them.")
 
 
 def test_a_flag_behind_the_script_is_noted_unless_the_script_names_it(tmp_path, capsys):

@@ -6,7 +6,7 @@ import os
 import fake_kubectl
 import pytest
 
-from tfdist.launchers import requests
+from tfdist.launchers import requests, tools
 from tfdist.launchers.kubernetes import launcher as kubernetes
 
 ARGUMENTS = ["--image=me/train:1", "--name=run1", "/app/train.py"]
@@ -59,6 +59,24 @@ def test_name_taken_after_the_rehearsal_names_what_is_left(cluster, behaviour):
     with pytest.raises(requests.LaunchError, match=rf"is taken; .* run1; remove what was created: .*{left}"):
         kubernetes.main(["--namespace=ml", *ARGUMENTS])
     assert cluster.names == ["job.batch/run1-worker", "secret/run1", "service/run1"]
+
+
+def test_kubectl_that_is_late_brings_what_removes_the_job(cluster, monkeypatch):
+    def run(command, text, **options):
+        if "--dry-run=server" not in command:
+            raise requests.ToolError("kubectl did not answer within 120 s", is_late=True)
+
+    monkeypatch.setattr(tools, "run_tool", run)
+    with pytest.raises(
+        requests.LaunchError, match="may have created: kubectl delete secret,service,networkpolicy,job --"
+    ):
+        kubernetes.main(ARGUMENTS)
+
+
+def test_a_refusal_keeps_all_that_the_tool_wrote():
+    with pytest.raises(requests.ToolError) as caught:
+        tools.run_tool(["sh", "-c", "seq 1000 >&2; exit 1"])
+    assert len(str(caught.value)) < 600 and caught.value.errors.startswith("1\n2\n")
 
 
 def test_refused_pods_are_one_line_and_an_exit_code(cluster, capsys):

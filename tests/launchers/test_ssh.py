@@ -138,6 +138,12 @@ def test_a_plan_as_text(monkeypatch):
     assert text == (pathlib.Path(__file__).parent / "golden" / "ssh.sh").read_text()
 
 
+def test_an_option_in_two_words_is_passed_as_two():
+    assert job(ssh=("-p 22", "-oProxyCommand=ssh -W %h:%p a", "-i  k k")).ssh == (
+        *("-p", "22", "-oProxyCommand=ssh -W %h:%p a", "-i", "k k"),
+    )
+
+
 def test_places_and_ports():
     tasks = ssh.plan(job(shape=Shape(2, 1))).tasks
     config = json.loads(tasks[0].env["TFDIST_SEND_TF_CONFIG"])

@@ -42,19 +42,22 @@ _SYNONYMS = (
     "num_ps ps servers num_servers parameter_servers",
     "hosts host H machines",
     "hostfile machinefile",
-    "gpus_per_worker gpus_per_task gpu | gpus_per_node | gpus num_gpus G multi_gpu use_gpu cuda",
+    "gpus_per_worker gpus_per_task gpu | gpus_per_node | gpus num_gpus G multi_gpu use_gpu cuda accelerator",
     "env x genv env_vars",
     "help helpfull helpshort",
     "image container_image docker_image",
     "min_workers min_np",
     "max_restarts restarts restart retries reset_limit backoff_limit",
-    "task_logs log_dir logdir redirects r output_filename",
+    "task_logs log_dir logdir output_filename | redirects r",
     "directory working_dir chdir workdir wdir cwd D",
     "tf_log_level | log_level verbose v debug",
     "telemetry | timeline_filename timeline",
     "pre_kill_secs | signal",
     "refresh_secs interval n",
     "secs seconds | steps num_steps",
+    "num_updates updates num_steps steps",
+    "python interpreter remote_python",
+    "zone tpu_zone",
     "partition p",  # Short options of sbatch.
     "account A",
     "qos q",
@@ -67,7 +70,7 @@ _SYNONYMS = (
     "strategy placement_strategy",
     "runtime_env runtime_env_json",
     "spot preemptible",
-    "claim | volume volumes pvc v",
+    "claim | volume volumes pvc",
     "network bandwidth",
     "step_secs step_time",
 )
@@ -76,18 +79,17 @@ _HANDING_ON = (
     ("gpus_per_worker", "cpu|use_cpu|no_cuda", "0"),
     ("resources_per_worker", r"(num_|use_)?gpus?(_per_\w+)?", """'{{"GPU": {number}}}'"""),
     ("resources_per_worker", r"(num_)?cpus?(_per_\w+)?", """'{{"CPU": {number}}}'"""),
-    ("resources_per_worker", "mem(ory)?", """'{{"CPU": 1, "memory": 4e9}}'"""),
+    ("resources_per_worker", "mem(ory)?", """'{{"CPU": 1, "memory": BYTES}}'"""),
     ("resources_per_worker", r"(\w+_)?resources(_per_task)?", """'{{"CPU": 1, "GPU": 1}}'"""),
     ("runtime_env", r"conda|working_dir", """'{{"{name}": "{value}"}}'"""),
     ("runtime_env", r"pip|py_modules", """'{{"{name}": ["{value}"]}}'"""),
     # Containers are of srun's plugin pyxis.
-    ("srun", r"container\w*|mpi|(cpu|mem|accel)_bind|pty|label|[luKEX]|unbuffered|kill_on_bad_exit", "{option}"),
+    ("srun", r"container\w*|mpi|(cpu|mem|accel)_bind|pty|label|[lurKEX]|unbuffered|kill_on_bad_exit", "{option}"),
     ("srun", r"multi_prog|preserve_env|overlap|compress|bcast|(task_)?(pro|epi)log|resv_ports|relative", "{option}"),
     ("sbatch", r"gres|exclusive|exclude|x|nodelist|reservation|dependency|mem_per_\w+|mail_\w+", "{option}"),
     ("ssh", "ssh_port", "-p{value}"),
     ("ssh", "connect_timeout", "-oConnectTimeout={value}"),
-    ("ssh", "(ssh_)?identity(_file)?", "-i{value}"),
-    ("ssh", "ssh_(options?|args)", "{value}"),
+    ("ssh", "((ssh|identity|private)_)?(key|identity)(_file)?", "-i{value}"),
     ("communication", "mpi|mpi_args|mca", "mpi"),
     ("communication", "gloo|tcp", "tensorflow"),
 )
@@ -107,11 +109,16 @@ _NO_FLAG = (
     ("patch", "context|kubeconfig|cluster|user|token|server|s|as", "KUBECONFIG or kubectl config use-context sets it"),
     ("patch", "o|output|f|filename|overrides", "--dry_run prints the manifests, --patch=FILE changes them"),
     ("patch", "rm|i|it|t|tty|stdin|attach|wait|w|watch|follow", "a line at submission has the commands of kubectl"),
-    ("gcloud", "tpu(_name)?", "write --name={value}"),
+    ("num_updates", "log_dir", "removed; --json=FILE has the result"),
+    ("measure_secs", "meet_secs", "removed; --measure connects the tasks"),
+    ("gcloud", "tpu(_name|_vm)?", "write --name={name}"),
+    ("gcloud", r"tpu_\w+", _UNUSED),
     ("gcloud", "worker|command|(num_)?workers|np?|nproc_per_node", "SCRIPT runs on the first host, --setup on all"),
     ("patch", "limits|requests", "--cpu, --memory and --gpus_per_worker are of each pod"),
     ("patch", "task_logs|log_dir|logdir|redirects", "kubectl logs shows the output, which a line at submission names"),
     ("ssh", "user(name)?|login|slots(_per_host)?|ppn|npernode", "write USER@HOST:SLOTS in --hosts"),
+    ("ssh", "ssh_(options?|args)", "write each option by itself, such as --ssh=-p2222 --ssh=-iKEY"),
+    ("ssh", r"(ssh_)?pass\w*", "a login needs a key, which ssh-copy-id HOST brings there"),
     ("refresh_secs", "port|host|bind_all", "it writes to the terminal; the page is in TensorBoard"),
     (
         "runtime_env",
@@ -138,7 +145,8 @@ _NO_FLAG = (
     ),
     ("dry_run", r"num_cpu_\w+|\w*threads|enable_cpu_affinity|bind_to", "tf.config.threading in the script sets it"),
     ("dry_run", "config(_file)?", "write --flagfile=FILE, with a flag on each line"),
-    ("dry_run", "m|module|no_python", "write -m MODULE in place of the script"),
+    ("dry_run", "m|module", "write -m MODULE in place of the script"),
+    ("dry_run", "no_python", "tasks run Python, whose script may start another program"),
     ("dry_run", "check(_build)?|diagnose", "tfdist doctor looks for what is wrong"),
     ("dry_run", r"max_np|max_workers|host_discovery_script|blacklist_\w+", "workers and hosts are fixed at the start"),
     ("dry_run", r"autotune\w*|fusion_\w+|cycle_time_ms|\w*_cache|cache_\w+|hierarchical_\w+|\w*stall_\w+", _UNUSED),
@@ -188,6 +196,8 @@ def run_command(
         bare, equals, value = rest[0].lstrip("-\u2010\u2013\u2014\u2212").partition("=")
         if equals and not pathlib.Path(rest[0]).exists() and (name := _name_in(values, f"--{bare}")[0]):
             raise FlagError(f"a flag begins with two hyphens; write --{name}={value}. Received: {rest[0]!r}")
+        if re.match(r"\S+\.py\s", rest[0]) and not pathlib.Path(rest[0]).exists():
+            raise LaunchError(f"the script is quoted with its arguments; don't quote them. Received: {rest[0]!r}")
         _note_flags_of_script(values, rest)
     elif len(rest) != bool(takes) or "" in rest:
         raise FlagError(f"give {f'one {takes}' if takes else 'flags only'}. Received: {' '.join(rest) or 'nothing'}")
@@ -347,7 +357,7 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
         return f"{unknown}; did you mean {meant}?"
     for flag, names, remedy in _NO_FLAG:
         if (flag in values if flag else values.is_gnu_getopt()) and re.fullmatch(names, name):
-            return f"{unknown}; {remedy.format(value=value or 'PATH')}"
+            return f"{unknown}; {remedy.format(value=value or 'PATH', name=value or 'NAME')}"
     is_launcher = "dry_run" in values
     if is_launcher and "env" not in values and name in ("env", "x", "genv", "python", "directory", "working_dir"):
         return f"{unknown}; tasks on this machine have the Python, directory and environment of this command"
@@ -398,7 +408,8 @@ def _meant(name: str, value: str, values: flags.FlagValues) -> str:
 
 def _handed_on(form: str, name: str, value: str) -> str:
     option = f"--{name.replace('_', '-')}{value and f'={value}'}" if len(name) > 1 else f"-{name}{value}"
-    return form.format(name=name, value=value, number=value if value.isdecimal() else 1, option=option)
+    number = value if value.isdecimal() else int(value.lower() not in ("false", "no"))
+    return form.format(name=name, value=value, number=number, option=option)
 
 
 def _counterpart(name: str, values: flags.FlagValues) -> tuple[str, bool]:

@@ -18,10 +18,8 @@ AUTO, TENSORFLOW, MPI = KINDS = ("auto", "tensorflow", "mpi")
 # Read by `MultiWorkerMirroredStrategy(communication="auto")`.
 COMMUNICATION_VARIABLE = "TFDIST_COMMUNICATION"
 
-
 # Read by every strategy: `fit` gets `tfdist.callbacks.Telemetry` with this directory, unless it has one.
 TELEMETRY_VARIABLE = "TFDIST_TELEMETRY"
-
 
 # Names of levels, and TensorFlow's numbers for them.
 TF_LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
@@ -67,7 +65,6 @@ def tf_log_level_environment(chosen: str | None, env: Mapping[str, str]) -> dict
 
 # What all of these flags add, and `--env`.
 
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -108,7 +105,6 @@ def _pairs(settings: Sequence[str]) -> dict[str, str]:
 
 
 # Finds the GPUs that a process may use, and divides them among several processes, without TensorFlow.
-
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LIST_TIMEOUT_SECS = 20.0

@@ -34,11 +34,11 @@ class LaunchError(ValueError):
 
 
 class ToolError(LaunchError):
-    """A tool such as sbatch or kubectl has refused the job, or did not answer. `output` is its standard output."""
+    """A tool, such as sbatch, refused the job or did not answer (`is_late`); `output`, `errors`: all that it wrote."""
 
-    def __init__(self, message: str, output: bytes | None = b"") -> None:
+    def __init__(self, message: str, output: bytes = b"", errors: str = "", is_late: bool = False) -> None:
         super().__init__(message)
-        self.output = (output or b"").decode("utf-8", "replace")
+        self.output, self.errors, self.is_late = output.decode("utf-8", "replace"), errors, is_late
 
 
 def setting(

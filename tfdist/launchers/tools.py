@@ -45,14 +45,14 @@ def run_tool(
         done = subprocess.run(command, input=stdin.encode("utf-8"), capture_output=True, timeout=timeout_secs)
     except subprocess.TimeoutExpired as late:
         message = f"{name} did not answer within {timeout_secs:g} s; try it by hand. Received: {shlex.join(command)}"
-        raise ToolError(message, late.stdout) from None
+        raise ToolError(message, late.stdout or b"", is_late=True) from None
     except UnicodeEncodeError:
         raise LaunchError(f"{name} takes UTF-8 only; rename what is not. Received: {command}") from None
     said = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
     if done.returncode:
         said = said or done.stdout.decode("utf-8", "replace").splitlines()
         reason = "; ".join(said)[-500:] or "it said nothing"
-        raise ToolError(f"{name} failed with exit code {done.returncode}: {reason}", done.stdout)
+        raise ToolError(f"{name} failed with exit code {done.returncode}: {reason}", done.stdout, "\n".join(said))
     if show_warnings:
         _log.say(*(f"{name}: {line}" for line in said))
     return done.stdout.decode("utf-8", "replace")

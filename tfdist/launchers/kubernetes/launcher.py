@@ -241,7 +241,6 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
 
 # Creates a job's objects through kubectl, all of them or none, and checks that their pods are created.
 
-
 _POLL_SECS = 0.5
 # A controller that fails once, for example because a service account doesn't exist yet, retries within seconds.
 _SETTLED_SECS = 5.0
@@ -260,20 +259,22 @@ def create_objects(kubectl: str, request: KubernetesRequest) -> None:
         tools.run_tool([*create, "--dry-run=server"], text)
     except ToolError as error:
         # Some clusters have webhooks that refuse a dry run.
-        if "dry run" not in str(error).lower():
+        if "dry run" not in error.errors.lower():
             raise ToolError(f"{_problem(error, request)}; nothing was created") from None
     try:
         created = tools.run_tool(create, text, show_warnings=True)
     except ToolError as error:
         left = shlex.join([kubectl, "delete", *request.namespace, *error.output.split()])
         left = f"remove what was created: {left}" if error.output else "kubectl reports no object as created"
+        if error.is_late:
+            left = f"this removes what it may have created: {request.removal}"
         raise ToolError(f"{_problem(error, request)}; {left}") from None
     sys.stdout.write("".join(f"{name} created\n" for name in created.split()))
 
 
-def _problem(error: LaunchError, request: KubernetesRequest) -> str:
+def _problem(error: ToolError, request: KubernetesRequest) -> str:
     """Returns the reason for which kubectl failed, on one line."""
-    if taken := list(map(" ".join, _TAKEN.findall(str(error)))):
+    if taken := list(map(" ".join, _TAKEN.findall(error.errors))):
         return (
             f"--name={request.pods.name} is taken; use another, or remove the old job first ({request.removal}). "
             f"There already: {', '.join(dict.fromkeys(taken))}"
@@ -340,7 +341,6 @@ def _get(kubectl: str, arguments: Sequence[str]) -> list[dict[str, Any]] | None:
 # Writes plain data as readable YAML, in which every YAML parser reads text as text.
 #
 # PyYAML itself writes text such as 1e3 without quotes, which the YAML library of Kubernetes reads as a number.
-
 
 # Text that every YAML parser reads as text. Other text, such as "on", "1e3" and "~", is quoted.
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./=-]*(?: [A-Za-z0-9_./=-]+)*", re.ASCII)

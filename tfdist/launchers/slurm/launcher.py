@@ -24,7 +24,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import LaunchError, check_command, make_folder, setting, shell_code
+from tfdist.launchers.requests import LaunchError, ToolError, check_command, make_folder, setting, shell_code
 from tfdist.launchers.shape import Job, Shape
 from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT, StepSettings
@@ -253,7 +253,8 @@ def with_cpus(job: SlurmJob) -> SlurmJob:
             _log.say(f"--cpus_per_task={cpus}: the tasks of a node share its CPUs")
             return sharing
     except LaunchError as error:
-        _log.say(f"--cpus_per_task is Slurm's default: {refusal or error}")
+        is_refused = isinstance(error, ToolError) and not error.is_late
+        _log.say(f"--cpus_per_task is Slurm's default: {refusal if is_refused and refusal else error}")
     return job
 
 

@@ -72,13 +72,16 @@ class SshJob(SupervisedJob):
         if slots < needed:
             raise LaunchError(
                 f"the hosts have too few slots for {needed} tasks; add hosts, or write host:N in --hosts, host slots=N "
-                f"in --hostfile. Received: {slots} slots on {len(self.hosts)} hosts"
+                f"in --hostfile. Received: {slots} slot{'s' * (slots > 1)} on "
+                f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
             )
         if self.port > 65535 - max(host.slots for host in self.hosts):
             raise LaunchError(f"--port leaves no port for each slot; use a smaller number. Received: {self.port}")
         for option in self.ssh:
             if not option.startswith("-") or option == "--":
                 raise LaunchError(f"--ssh is no option of ssh; write --ssh=-p2222. Received: {option!r}")
+        words = [word for option in self.ssh for word in re.split(r"(?<=^-\w) +", option, maxsplit=1)]  # "-p 2222"
+        object.__setattr__(self, "ssh", tuple(words))
 
     @property
     def places(self) -> dict[Task, tuple[Host, int]]:
@@ -170,6 +173,9 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
     if bool(values.hosts) == bool(values.hostfile):
         received = "both" if values.hosts else "neither"
         raise LaunchError(f"say where to run by one of --hosts=a,b and --hostfile=FILE. Received: {received}")
+    script, *others = command
+    if values.hosts and re.fullmatch(r"[\w.@-]+:\d+|\w+", script) and any(each.endswith(".py") for each in others):
+        raise LaunchError(f"hosts are separated by commas: --hosts={values.hosts},{script}. Received: {script!r}")
     hosts = hosts_from_flag(values.hosts) if values.hosts else read_hostfile(values.hostfile)
     if values.num_workers is None:
         values.num_workers = 1
@@ -201,7 +207,6 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
 
 
 # Parser of the list of hosts: from a file with one line per host, or from the command line.
-
 
 _MAX_SLOTS = 1024
 _LOGIN = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*", re.ASCII)
@@ -290,7 +295,6 @@ def _host(login: str, *options: str) -> Host:
 
 
 # Checks all hosts before any task starts, so that causes of late failures and hangs are reported at once.
-
 
 _MAX_SKEW_SECS = 5.0
 _NO_PROGRAM = (126, 127)

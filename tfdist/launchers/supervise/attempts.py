@@ -384,7 +384,6 @@ def _signal_name(signum: int) -> str:
 
 # Runs the processes of a request to their end: in several attempts, and with fewer workers if some are given up.
 
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Returns the request for the same job without some workers, by their names in the whole job.
@@ -555,7 +554,6 @@ class _RemainingWorkers:
 
 
 # Finds the unreachable hosts of a job, because a lost host may be the cause of another task's failure.
-
 
 # Equals ssh's ConnectTimeout for starting a task.
 _ANSWER_SECS = 15.0

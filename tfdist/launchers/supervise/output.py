@@ -39,7 +39,6 @@ def without_noise(lines: Sequence[str], env: Mapping[str, str] | None = None) ->
 
 # Tracebacks on a job's screen: each is printed whole and once, however many tasks raise it. Log files have all lines.
 
-
 TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 # The name of an exception at the beginning of a line: KeyboardInterrupt, or package.module.Class: message.
@@ -150,9 +149,7 @@ def _class_of(lines: Sequence[str]) -> str:
 #
 # A worker that is restarted alone continues in stdout.1.log, then stdout.2.log.
 
-
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
-
 
 QUIET_WORKERS = "print the output of the chief (and evaluator) alone, and the last lines of a task that fails"
 

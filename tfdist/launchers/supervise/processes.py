@@ -42,7 +42,6 @@ from tfdist.launchers.supervise.output import (
 # `python -m` puts the working directory first on `sys.path`. A file `token.py` there would replace the standard
 # library's module, even if the user's program never imports from there.
 
-
 # The path is passed as JSON, which can hold any file name. -P keeps the working directory off `sys.path` until then.
 _PROGRAM = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); runpy.run_module({!r}, None, '__main__')"
@@ -124,7 +123,6 @@ _TAIL_LINES = 20
 # Time limit for reading output after the guard has ended. Only a surviving descendant of the task uses it up.
 _DRAIN_SECS = 2.0
 _KILL_WAIT_SECS = 6.0
-
 
 # Starts a task of this name; returns a socket, and the process at its other end which has the task's output. `guard.py`
 # says what they tell each other.
