@@ -41,6 +41,10 @@ def full(**options):
     )
 
 
+def test_image_of_a_host_in_capitals_is_one():
+    assert kubernetes.plan(pods(image="MyReg.azurecr.io/t:1"))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_plan_as_text(form, monkeypatch):
     monkeypatch.setattr(kubernetes.secrets, "token_hex", lambda size: "a secret")

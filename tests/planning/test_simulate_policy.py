@@ -97,6 +97,10 @@ class _Unmade(tfdist.BackupWorkers):
             "Own.accept: no strategy calls it; did you mean accepts? Else rename it",
         ),
         (lambda: _own(tfdist.SoftSync, accepts=int), "Own.accepts: of SoftSync no strategy calls it; derive from Back"),
+        (
+            lambda: _own(accepts=lambda self, replica: True),
+            "Own.accepts must take (self, replica, secs)",
+        ),
         (lambda: _own(replicas_to_aggregate=lambda self: 2), "Own.replicas_to_aggregate must be a property; write @"),
         (
             lambda: _run(_own(replicas_to_aggregate=4)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import difflib
 import functools
+import inspect
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,12 @@ class Policy:
                 raise TypeError(f"{cls.__name__}.{name}: of {cls.__mro__[1].__name__} no strategy calls it; {_DERIVE}")
             if is_method and getter is None and inherited is not None and not callable(inherited):
                 raise TypeError(f"{cls.__name__}.{name} must be a property; write @property above it")
+            if name in _OVERRIDABLE and callable(inherited) and inspect.isfunction(given):
+                taken = inspect.signature(inherited).parameters
+                try:
+                    inspect.signature(given).bind(*taken)
+                except TypeError:
+                    raise TypeError(f"{cls.__name__}.{name} must take ({', '.join(taken)})") from None
             if name in _ANSWERS and getter is not None:
                 setattr(cls, name, property(_answering(cls, name, getter)))
             elif name in _ANSWERS and callable(given):
