@@ -317,7 +317,8 @@ def test_a_dry_run_is_the_script_unless_a_folder_is_absent(tmp_path, monkeypatch
         with pytest.raises(requests.LaunchError, match=r"^--(directory|copy) does not exist; name .* 'absent'$"):
             main([*arguments, "train.py"])
     assert tpu.main(["--dry_run", "--accelerator_type=v4-8", "--zone=a", "--copy=train.py", "train.py"]) == 0
-    assert slurm.main(["--dry_run", "--num_workers=3", "--directory=/on/the/cluster", "train.py", "--x"]) == 0
+    dry = ["--dry_run", "--num_workers=3", "--grace_period_secs=3e6"]
+    assert slurm.main([*dry, "--directory=/on/the/cluster", "train.py", "--x"]) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --ntasks=3\n" in text and "cpus-per-task" not in text  # There is no Slurm to ask.
     assert text.endswith(" -- train.py --x\n")
