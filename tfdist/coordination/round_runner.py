@@ -199,6 +199,8 @@ class RoundRunner:
             else:
                 self._policy.withdraw(replica, self._clock())
             self._forget(replica)
+            # All that are accepted may be delivered already, and not be collected yet.
+            self._count_delivered()
             if local_step == self._policy.step and self._is_open:
                 self._error = self._error or error
                 self._collectable.notify_all()

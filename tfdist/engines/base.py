@@ -2,8 +2,9 @@
 """The protocol of all engines: what data sets, strategies and checkpoints need of each.
 
 A strategy chooses its engines when it is built, and has each make its data sets: `distribute`, whose arguments depend
-on what there is to read. From there on the handle of each batch names its engine, so that one `run` serves all engines.
-What else an engine has, such as the averages before a checkpoint, is between that engine and its strategy.
+on what there is to read. From there on the handle of each batch names its engine. Averaging, whose step stays in Keras'
+graph, reads `step_times.Timed` elements in their place. What else an engine has, such as the averages before a
+checkpoint, is between that engine and its strategy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Engine(SavedState, abc.ABC):
           fit: the `calls.Call` that reads it, or None if another loop does.
 
         Returns:
-          An iterator over handles; None if the stock strategy's batches are to be read.
+          An iterator over handles, or over `Timed` elements; None if the stock strategy's batches are to be read.
         """
 
     def run(self, step: Step, handle: Any) -> Any:

@@ -496,7 +496,7 @@ def resolve(future: concurrent.futures.Future | None, value: Any) -> None:
 # last, which has the result:
 #
 #     Keras' loop (chief)      a worker's thread (chief)          the worker's process
-#       zip(range(K), data):
+#       take_handle(K):
 #       one handle, K batches
 #       queue one closure  -->  make_steps(count)            -->   K - 1 times: next batch of its share,
 #       logs of the newest                                         read variables, update, add 1 to `counter`

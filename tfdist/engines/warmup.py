@@ -343,8 +343,8 @@ class WarmupHandle(handles.BatchHandle):
     @property
     def content_spec(self) -> list[tf.TypeSpec]:
         """The `tf.TypeSpec`s of the content."""
-        spec = self.kind.element_spec
-        return [tf.data.IteratorSpec(spec) if _is_to_be_read(self.content) else spec] * len(self.content)
+        is_to_be_read, spec = _is_to_be_read(self.content), self.kind.element_spec
+        return [tf.type_spec_from_value(each) if is_to_be_read else spec for each in self.content]
 
     @property
     def flat(self) -> list[tf.Tensor]:

@@ -396,7 +396,6 @@ class WorkerIterator(HandleIterator):
     """
 
     def __init__(self, engine: Steps, dataset: WorkerDataset, by_execution: bool = False):
-        super().__init__()
         self._engine = engine
         self.dataset = dataset
         # Number of the pass, for its order.

@@ -30,7 +30,7 @@ from tfdist.policies.records import (
 _empty_window = functools.partial(collections.deque, maxlen=32)
 # Overridable methods with an answer. Without it no gradient would be accepted, or an error would name neither.
 _ANSWERS: dict[str, tuple[type, str]] = {
-    "replicas_to_aggregate": (numbers.Integral, "the number of gradients of an update"),
+    "replicas_to_aggregate": (numbers.Integral, "the number of gradients of an update, an integer"),
     "accepts": (object, "True or False"),
     "state": (dict, "a dict"),
     "updated": (Update, "the Update that super().updated(time) returns"),
@@ -175,6 +175,7 @@ class Aggregation(Policy):
         """See `Policy.begin`."""
         super().begin(total_num_replicas, strategy)
         if not 1 <= (needed := self.replicas_to_aggregate) <= total_num_replicas:
+            self._total = 0
             raise ValueError(
                 f"{self!r}: replicas_to_aggregate must be 1 to {total_num_replicas}, the replicas. Received: {needed}"
             )

@@ -151,12 +151,17 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             return self._run_stock(step.function, args, kwargs, options)
 
         step = Step(fn)
-        if len(args) == 1 and isinstance(args[0], Timed):
-            if step.is_bound and step.kind == "train":
-                return tf.nest.map_structure(mark_reduced, self._run_timed(step, args[0]))
-            args = (self._batch_of_timed(step, args[0]),)
+        is_train = len(args) == 1 and not kwargs and step.is_bound and step.kind == "train"
+        if is_train and isinstance(args[0], Timed):
+            return tf.nest.map_structure(mark_reduced, self._run_timed(step, args[0]))
+
+        # Loops of callbacks over data of their own have such elements, too, within `fit`.
+        def untimed(given: Any) -> Any:
+            return self._batch_of_timed(step, given) if isinstance(given, Timed) else given
+
+        args, kwargs = tuple(map(untimed, args)), kwargs and {name: untimed(each) for name, each in kwargs.items()}
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
-            if len(args) != 1 or kwargs or not step.is_bound or step.kind != "train":
+            if not is_train or not isinstance(args[0], BatchHandle):
                 raise handles.refused(f"strategy.run({fn!r}, ...) with a batch")
             return tf.nest.map_structure(mark_reduced, args[0].engine.run(step, args[0]))
         if not step.is_bound or len(args) != 1 or kwargs:
@@ -189,7 +194,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def _batch_of_timed(self, step: Step, timed: Timed) -> Any:
         """The batch of such an element, as distributed values for a function that is no method of the model."""
         del timed
-        raise _refused(step.function)
+        if step.kind == "train":
+            raise _no_method(step.function)
+        raise handles.refused(f"strategy.run({step.function!r}, ...) with a batch")
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution; see `train_functions.ask_strategies`.
@@ -207,7 +214,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         def prepare(handle: BatchHandle) -> Callable[[Any, BatchHandle], Any]:
             self.distribution.check_open()
             if not is_method:
-                raise _refused(model.train_step)
+                raise _no_method(model.train_step)
             return handle.engine.prepared(step, handle)
 
         return handles.executions(model, stock, prepare)
@@ -326,7 +333,7 @@ def build_model(strategy: tf.distribute.Strategy, model: keras.Model, data: Any,
         models.build_by_keras(model, batch)
 
 
-def _refused(function: Any) -> ValueError:
+def _no_method(function: Any) -> ValueError:
     return ValueError(
         "train_step: a policy takes a model's step apart, so it must be a method; define train_step in a subclass of "
         f"keras.Model. Received: train_step={function!r}"

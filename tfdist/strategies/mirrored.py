@@ -37,9 +37,9 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     """Synchronous training on the devices of one machine: `tf.distribute.MirroredStrategy`, mended for Keras 3.
 
     With a policy, `fit` computes each device's gradient in a thread of its own, and makes an update as soon as the
-    policy says so. All other calls (`evaluate`, `predict`, `train_on_batch`, your own functions given to `run`) stay
-    synchronous. A data set is read once for all devices, which wait for it together. Each device reads by itself the
-    data set that `distribute_datasets_from_function` makes for it, so a slow one delays only that device.
+    policy says so. All other calls (`evaluate`, `predict`, `train_on_batch`) stay synchronous. A data set is read once
+    for all devices, which wait for it together. Each device reads by itself the data set that
+    `distribute_datasets_from_function` makes for it, so a slow one delays only that device.
 
     Each device that is late within an operation holds one of TensorFlow's inter-op threads, of which there is one for
     each CPU. With fewer CPUs than devices, ask for more at the top of the program:
@@ -121,7 +121,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Iterable[Any]:
         """Divides each batch of `dataset` among the replicas, as evenly as its size allows.
 
-        With a policy, iterating over the result gives handles, to be given to `run` in place of a batch.
+        With a policy, iterating over the result gives handles, for `strategy.run(model.train_step, args=(handle,))`.
         """
         self.distribution.check_open()
         calls.refuse_overlap(self, self._is_exclusive)
