@@ -372,6 +372,18 @@ def test_cpus_are_left_to_slurm_where_it_gives_less(option, variable, words, tmp
     assert (said := capsys.readouterr().err).startswith(words) and bool(said) == bool(words)
 
 
+def test_an_sbatch_that_is_late_is_no_refusal(monkeypatch, capsys):
+    def run(command, *stdin):
+        if command[0] == "sinfo":
+            return "p* 8 1 (null)"
+        raise requests.ToolError("sbatch did not answer within 120 s", is_late=True)
+
+    monkeypatch.setattr(slurm.shutil, "which", str)
+    monkeypatch.setattr(slurm.tools, "run_tool", run)
+    assert slurm.with_cpus(slurm.SlurmJob(("train.py",))).cpus_per_task == 0
+    assert capsys.readouterr().err == "tfdist: --cpus_per_task is Slurm's default: sbatch did not answer within 120 s\n"
+
+
 @pytest.mark.parametrize(
     ("output", "made", "words"),
     [

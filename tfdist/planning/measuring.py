@@ -215,7 +215,7 @@ def measure(
         tables = sparse_tables(model, found[0])
         noise = _noise(model, found, size, secs * _NORMS)
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).replace("\x1b[1m", "").replace("\x1b[0m", "").split())[:200]  # Keras writes in bold.
         say(f"{'' if tables else 'sparse tables and '}the noise scale fails: {type(error).__name__}: {text}")
     sparse_names = {table.name for table in tables}
     trainable = list(model.trainable_variables)
