@@ -135,7 +135,10 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
             "unknown flag --gpus-per-socket; for an option of Slurm, write --sbatch=--gpus-per-socket=2",
         ),
         ("launch slurm --pty", "unknown flag --pty; did you mean --srun=--pty?"),
-        ("launch slurm --gpus-per-task=2", "unknown flag --gpus-per-task; did you mean --gpus_per_node?"),
+        ("launch local --nnodes=2", "unknown flag --nnodes; tfdist launch ssh --hosts=a,b has several machines"),
+        ("launch slurm -N 2", "unknown flag -N; they are all tasks (--num_workers and others) divided by --tasks_per"),
+        ("launch tpu --type=v4-8", "unknown flag --type; did you mean --accelerator_type=v4-8?"),
+        ("launch slurm --gpus-per-task=2", "unknown flag --gpus-per-task; did you mean --sbatch=--gpus-per-task=2?"),
         ("launch slurm --signal=B:60", "unknown flag --signal; did you mean --pre_kill_secs?"),
         (
             "launch slurm --gpus-per-node=a100:4",
@@ -249,6 +252,13 @@ def test_flag_with_dashes_is_the_one_with_underscores(command):
         assert values[name].present
 
 
+def test_quotes_around_a_value_of_a_flagfile_are_taken_off(tmp_path):
+    path = tmp_path / "own.flags"
+    path.write_text("""--setup="module load cuda"\n--setup='a "b"'\n--setup="a" && "b"\n"--name=run 1"\n""")
+    values, _ = command_line.parse(importlib.import_module(cli.LAUNCHERS["slurm"]).define_flags, [f"--flagfile={path}"])
+    assert values.setup == ["module load cuda", 'a "b"', '"a" && "b"'] and values.name == "run 1"
+
+
 def test_script_that_is_quoted_with_its_arguments_is_refused(capsys):
     assert cli.main(["launch", "local", "train.py --lr=1"]) == 2
     assert capsys.readouterr().err.startswith("tfdist: the script is quoted with its arguments; don't quote them.")
@@ -265,9 +275,19 @@ def test_a_flag_behind_the_script_is_noted_unless_the_script_names_it(tmp_path, 
     )
     assert capsys.readouterr().err.splitlines() == [expected]
     assert cli.main([*dry, str(own), "--num_workers=2"]) == 0
-    assert cli.main([*dry, str(plain), "num_workers", "-n", "2"]) == 0
+    assert cli.main([*dry, str(plain), "num_workers", "-lr", "2"]) == 0
+    assert cli.main([*dry, "--", str(plain), "--dry_run"]) == 0
     assert cli.main([*dry, "-m", "json.tool", "--num_workers=2"]) == 0
     assert capsys.readouterr().err == ""
+    assert cli.main([*dry, str(plain), "-np", "3"]) == 0
+    assert f"put --num_workers=3 before {plain}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("platform", cli.PLATFORMS)
+def test_dry_run_behind_the_script_is_refused(platform, capsys):
+    assert cli.main(["launch", platform, "train.py", "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("tfdist: --dry-run stands behind train.py") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("platform", cli.PLATFORMS)

@@ -52,6 +52,8 @@ def test_missing_resources_are_named_with_free_ones(wanted, free, words):
             "--resources_per_worker is no JSON object; write it as --resources_per_worker='{\"CPU",
         ),
         ({"resources_per_worker": {"CPU": 0}}, "--resources_per_worker must be numbers by name, not all 0"),
+        ({"resources_per_worker": {"cpu": 2}}, "--resources_per_worker must be numbers by name, not all 0"),
+        ({"address": "http://head:8265"}, "--address is not that of a Ray cluster; use auto, HOST:6379 or ray://"),
         ({"resources_per_worker": {"CPU": "2"}}, "--resources_per_worker must be numbers by name, not all 0, such as"),
         (
             {"runtime_env": [1]},

@@ -117,7 +117,7 @@ def test_each_attempt_of_each_task_has_its_files(launch, tmp_path):
         assert (run / "attempt_1" / task / "stdout.log").read_text() == "out 1\n"
         assert (run / "attempt_1" / task / "stderr.log").read_text() == "err\n"
     code, _, err = launch(text, "--task_logs=logs", "--run=first")
-    assert (code, err) == (2, ["tfdist: --run names a folder that exists in logs; use another. Received: 'first'"])
+    assert (code, err) == (2, ["tfdist: --run is a folder in logs; use another. Received: 'first'"])
 
 
 @pytest.mark.processes

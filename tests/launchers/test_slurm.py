@@ -62,6 +62,8 @@ def test_what_is_planned_is_shell():
         ),
         ({"directory": "a\nb"}, "--directory has a character that a batch script can't hold"),
         ({"time": '1"'}, "--time has a character that a batch script can't hold"),
+        ({"sbatch": ("--array=1-4",)}, "--sbatch can't change the tasks of a job"),
+        ({"sbatch": ("-n4",)}, "--sbatch can't change the tasks of a job"),
         ({"sbatch": ("exclusive",)}, "--sbatch is not an option; write --sbatch=--exclusive"),
         ({"srun": ("none",)}, "--srun is not an option; write --srun=--mpi=none"),
         ({"command": ("a.py", "\0")}, "an argument has a zero byte"),
@@ -389,7 +391,7 @@ def test_an_sbatch_that_is_late_is_no_refusal(monkeypatch, capsys):
     [
         ("--output=logs/a/%j.out", "logs/a", ""),
         ("--sbatch=--output=logs/b/%j.out", "logs/b", ""),
-        ("--output=%j/out", "", "--output has a folder with a %, and Slurm creates none"),
+        ("--output=%j/out", "", "--output has a folder with a %, which Slurm does not create"),
         ("--output=file/out", "", "--output has a folder that can't be created: File exists"),
         ("--task_logs=logs/c/%j", "logs/c", ""),
         ("--task_logs=file/a/%j", "", "--task_logs has a folder that can't be created: Not a directory"),

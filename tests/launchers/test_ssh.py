@@ -179,7 +179,10 @@ def test_workers_fill_all_slots_unless_their_number_is_given(options, tasks, unu
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"shape": Shape(5)}, "the hosts have too few slots for 5 tasks; add hosts, or write host:N in --hosts, "),
+        (
+            {"shape": Shape(5)},
+            "the hosts have too few slots for 5 tasks (5 worker); add hosts, or write host:N in --hosts, ",
+        ),
         ({"port": 65534}, "--port leaves no port for each slot"),
         ({"ssh": ("p2200",)}, "--ssh is no option of ssh"),
     ],
@@ -323,7 +326,7 @@ print(os.environ["FAKE_HOST"], *workers)
         (["--hosts=alpha,gamma"], "gamma can't be reached (ssh: Could not resolve hostname gamma: Name or service not"),
         (["--hosts=alpha:2", "--python=/no/python"], "alpha can't run that interpreter ("),
         (["--hosts=alpha:2", "--directory=/no/where"], "alpha lacks /no/where; copy or mount it there"),
-        (["--hosts=alpha:2", "--gpus_per_worker=500"], "alpha has 0 GPUs where 1000 are asked for"),
+        (["--hosts=alpha:2", "--gpus_per_worker=500"], "alpha has 0 of 1000 GPUs"),
         (["--hosts=silent", "--num_workers=1", "--preflight_secs=0.5"], "silent did not answer within 0.5 s"),
         ([], "say where to run by one of --hosts=a,b and --hostfile=FILE. Received: neither"),
         (["--hostfile=nope"], "--hostfile can't be read: No such file or directory; name"),
@@ -351,7 +354,7 @@ def test_other_versions_and_a_wrong_clock_are_told(launch, tmp_path):
     (site / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() - 3600\n")
     code, _, err = launch("", "--hosts=alpha", "--num_workers=1", more={"FAKE_CLOCK": str(site)})
     assert code == 0
-    assert "tfdist: the clock of alpha is -3600 s off from this one; set it" in err
+    assert "tfdist: the clock of alpha is -3600 s off; set it" in err
     (site / "sitecustomize.py").write_text("import tfdist\ntfdist.__version__ = '0.0.1'\n")
     code, _, err = launch("", "--hosts=alpha", "--num_workers=1", more={"FAKE_CLOCK": str(site)})
     assert code == 2

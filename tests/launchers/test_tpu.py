@@ -30,7 +30,7 @@ def test_hosts_of_a_type(name, hosts, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"zone": ""}, "--zone is missing; write the TPU's, such as --zone=us-central2-b. Received: nothing"),
+        ({"zone": ""}, "--zone is missing; write it, such as --zone=us-central2-b. Received: nothing"),
         (
             {"accelerator_type": "v99-512"},
             "--accelerator_type begins with none of v2, v3, v4, v5p, v5litepod, v6e; make",

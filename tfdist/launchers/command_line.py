@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import itertools
 import pathlib
 import re
 import sys
@@ -38,7 +39,7 @@ COMMANDS = {
 _SYNONYMS = (
     "tasks_per_node ntasks_per_node nproc_per_node npernode ppn slots_per_host",
     "num_workers workers replicas num_processes nproc_per_node num_proc nproc nprocs np n completions parallelism",
-    "num_workers workers ntasks num_tasks world_size | nnodes nodes num_nodes num_machines N",
+    "num_workers workers ntasks num_tasks world_size",
     "num_ps ps servers num_servers parameter_servers",
     "hosts host H machines",
     "hostfile machinefile",
@@ -58,6 +59,7 @@ _SYNONYMS = (
     "num_updates updates num_steps steps",
     "python interpreter remote_python",
     "zone tpu_zone",
+    "accelerator_type type tpu_type accelerator",
     "partition p",  # Short options of sbatch.
     "account A",
     "qos q",
@@ -86,7 +88,11 @@ _HANDING_ON = (
     # Containers are of srun's plugin pyxis.
     ("srun", r"container\w*|mpi|(cpu|mem|accel)_bind|pty|label|[lurKEX]|unbuffered|kill_on_bad_exit", "{option}"),
     ("srun", r"multi_prog|preserve_env|overlap|compress|bcast|(task_)?(pro|epi)log|resv_ports|relative", "{option}"),
-    ("sbatch", r"gres|exclusive|exclude|x|nodelist|reservation|dependency|mem_per_\w+|mail_\w+", "{option}"),
+    (
+        "sbatch",
+        r"gpus_per_task|gres|exclusive|exclude|x|nodelist|reservation|dependency|mem_per_\w+|mail_\w+",
+        "{option}",
+    ),
     ("ssh", "ssh_port", "-p{value}"),
     ("ssh", "connect_timeout", "-oConnectTimeout={value}"),
     ("ssh", "((ssh|identity|private)_)?(key|identity)(_file)?", "-i{value}"),
@@ -102,6 +108,7 @@ _HANDING_ON_ANY = {
 }
 _MEET = "leave it out, because tasks learn from the launcher where they meet"
 _UNUSED = "leave it out, because there is nothing to set"
+_NODES = "nnodes|nodes|num_nodes|num_machines|N"
 # What no flag is for: a flag by which the commands are known ("" for those that take a path), names, and the remedy.
 _NO_FLAG = (
     ("", r"(log_?)?(dir(ectory)?|path|file)|logs?|profile|input", "write it without a name: {value}"),
@@ -113,36 +120,32 @@ _NO_FLAG = (
     ("measure_secs", "meet_secs", "removed; --measure connects the tasks"),
     ("gcloud", "tpu(_name|_vm)?", "write --name={name}"),
     ("gcloud", r"tpu_\w+", _UNUSED),
-    ("gcloud", "worker|command|(num_)?workers|np?|nproc_per_node", "SCRIPT runs on the first host, --setup on all"),
+    (
+        "gcloud",
+        "worker|command|(num_)?(workers|nodes)|np?|nproc_per_node|nnodes",
+        "SCRIPT runs on the first host, --setup on all",
+    ),
     ("patch", "limits|requests", "--cpu, --memory and --gpus_per_worker are of each pod"),
     ("patch", "task_logs|log_dir|logdir|redirects", "kubectl logs shows the output, which a line at submission names"),
     ("ssh", "user(name)?|login|slots(_per_host)?|ppn|npernode", "write USER@HOST:SLOTS in --hosts"),
     ("ssh", "ssh_(options?|args)", "write each option by itself, such as --ssh=-p2222 --ssh=-iKEY"),
     ("ssh", r"(ssh_)?pass\w*", "a login needs a key, which ssh-copy-id HOST brings there"),
     ("refresh_secs", "port|host|bind_all", "it writes to the terminal; the page is in TensorBoard"),
-    (
-        "runtime_env",
-        r"head|submission_id|no_wait|entrypoint_\w+|metadata_json",
-        "ray job submit has it, before: -- tfdist",
-    ),
+    ("runtime_env", r"head|submission_id|no_wait|entrypoint_\w+|metadata_json", "ray job submit has it, before --"),
     ("sbatch", "array|a", "a job is one cluster; submit it several times"),
+    ("sbatch", _NODES, "they are all tasks (--num_workers and others) divided by --tasks_per_node"),
+    ("hosts", _NODES, "--hosts names them, as in --hosts=a:4,b:4 for 4 tasks on each"),
+    ("env", _NODES, "--num_workers counts the workers of all nodes together"),
+    ("dry_run", _NODES, "tfdist launch ssh --hosts=a,b has several machines; here all --num_workers are on one"),
     ("dry_run", r"rdzv_\w+|(master|main_process)_\w+|(node|machine)_rank|standalone|local_addr|nics", _MEET),
     ("dry_run", "same_network|network_interfaces?", _MEET),
-    (
-        "dry_run",
-        r"\w+_timeout(_secs|_seconds)?",
-        "tasks wait for each other as start_timeout_secs of the strategy says",
-    ),
+    ("dry_run", r"\w+_timeout(_secs|_seconds)?", "start_timeout_secs of the strategy says how long tasks wait"),
     ("dry_run", r"tpu\w*", "tfdist launch tpu starts a script on TPUs"),
     ("dry_run", "backend|nccl|communicator", "GPUs use NCCL by themselves; --communication is for CPUs"),
     ("dry_run", "gpu_ids|devices|device_ids|visible_devices", "the variable CUDA_VISIBLE_DEVICES says which GPUs"),
     ("dry_run", "(mixed_)?precision|amp|fp16|bf16|downcast_bf16", "keras.mixed_precision in the script sets it"),
     ("dry_run", r"dynamo_\w+|use_xla|xla", "model.compile(jit_compile=True) in the script sets it"),
-    (
-        "dry_run",
-        r"(use_)?(deepspeed|fsdp|megatron|parallelism)\w*|zero_\w+",
-        "tfdist has none; see devices_per_replica",
-    ),
+    ("dry_run", r"(use_)?(deepspeed|fsdp|megatron|parallelism)\w*|zero_\w+", "none; see devices_per_replica"),
     ("dry_run", r"num_cpu_\w+|\w*threads|enable_cpu_affinity|bind_to", "tf.config.threading in the script sets it"),
     ("dry_run", "config(_file)?", "write --flagfile=FILE, with a flag on each line"),
     ("dry_run", "m|module", "write -m MODULE in place of the script"),
@@ -156,6 +159,8 @@ _NO_FLAG = (
     ("dry_run", r"monitor_interval|start_method|role|run_path|event_\w+|logs_specs|numa_\w+|main_\w+", _UNUSED),
 )
 _LEAST_LIKENESS = 0.88
+# A line of a flagfile whose value is in quotes, which a shell would take off.
+_QUOTED = re.compile(r"""^(-[^=]*=)?(["'])((?:(?!\2).)*)\2$""")
 
 
 class FlagError(flags.Error):
@@ -198,7 +203,8 @@ def run_command(
             raise FlagError(f"a flag begins with two hyphens; write --{name}={value}. Received: {rest[0]!r}")
         if re.match(r"\S+\.py\s", rest[0]) and not pathlib.Path(rest[0]).exists():
             raise LaunchError(f"the script is quoted with its arguments; don't quote them. Received: {rest[0]!r}")
-        _note_flags_of_script(values, rest)
+        if "--" not in arguments[: -len(rest)]:
+            _look_behind(values, rest)
     elif len(rest) != bool(takes) or "" in rest:
         raise FlagError(f"give {f'one {takes}' if takes else 'flags only'}. Received: {' '.join(rest) or 'nothing'}")
     return run(values, rest)
@@ -323,6 +329,7 @@ def _underscored(values: flags.FlagValues, arguments: Sequence[str], files: dict
                 raise FlagError(f"--flagfile={value} is read twice; name it once")
             read.append(value)
             lines = enumerate(map(str.strip, read_file("--flagfile", value).splitlines()), 1)
+            lines = ((number, _QUOTED.sub(r"\1\3", line)) for number, line in lines)
             rest[:0] = [(each, f"{value}, line {n}") for n, each in lines if each and not each.startswith(("#", "//"))]
             continue
         found.append(f"--{name}{equals}{value}")
@@ -353,7 +360,7 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
         name, value = filter(None, parts.groups())
     if name == "n" and "namespace" in values and not value.isdecimal():
         return f"{unknown}; did you mean --namespace{value and f'={value}'}, or --num_workers?"
-    if meant := _meant(name, value, values):
+    if not re.fullmatch(_NODES, name) and (meant := _meant(name, value, values)):
         return f"{unknown}; did you mean {meant}?"
     for flag, names, remedy in _NO_FLAG:
         if (flag in values if flag else values.is_gnu_getopt()) and re.fullmatch(names, name):
@@ -449,24 +456,24 @@ def _illegal(text: str, values: flags.FlagValues, files: Mapping[str, str]) -> s
     return f"--{name} must be {kind}, such as --{name}={example}. {received}"
 
 
-def _note_flags_of_script(values: flags.FlagValues, command: Sequence[str]) -> None:
-    """Says which flags of the launcher stand behind the script, which then gets them, unless the script names them."""
-    script, arguments = command[:1], command[1:]
-    if script == ["-m"]:
-        script, arguments = arguments[:1], arguments[1:]
-    source = _source(script[0]) if script else ""
-    # Of a module there is no file at hand: it may have a flag of that name, so a note might be false.
-    for argument in arguments if source else []:
+def _look_behind(values: flags.FlagValues, command: Sequence[str]) -> None:
+    """Says which flags of the launcher stand behind the script, unless it names them; refuses --dry_run there."""
+    script, arguments = (command[1:2], command[2:]) if command[0] == "-m" else (command[:1], command[1:])
+    source = _source(command[0])
+    for argument, following in itertools.pairwise([*arguments, ""]):
         if argument == "--":
             return
-        name = argument.lstrip("-").partition("=")[0].replace("-", "_")
-        if not argument.startswith("--") or name == "help" or name not in values:
+        name, is_short = argument.lstrip("-").partition("=")[0].replace("-", "_"), not argument.startswith("--")
+        meant, is_same = _counterpart(name, values) if is_short else (name, name in values)
+        pattern = rf"""["']{re.escape(name)}["']|-{re.escape(name).replace("_", "[-_]")}\b"""
+        if not argument.startswith("-") or name in ("help", "h") or not is_same or re.search(pattern, source):
             continue
-        if not re.search(rf"""["']{name}["']|--{name.replace("_", "[-_]")}\b""", source):
-            _log.say(
-                f"{argument} stands behind {script[0]}, so the script gets it; "
-                f"for the launcher, put it before {script[0]}"
-            )
+        behind, before = f"{argument} stands behind {script[0]}, so the script gets it", f"before {script[0]}"
+        if name == "dry_run":
+            raise FlagError(f"{behind}, and the job would start; put it, or -- if it is the script's own, {before}")
+        # Of a module, or in an image, there is no file at hand: it may have a flag of that name.
+        if source:
+            _log.say(f"{behind}; for the launcher, put {f'--{meant}={following}' if is_short else 'it'} {before}")
 
 
 def _source(script: str) -> str:
@@ -479,7 +486,11 @@ def _source(script: str) -> str:
 def describe(values: flags.FlagValues) -> str:
     """Returns the flags with their defaults and help, one line each."""
     names = [name for name in values if len(name) > 1]
-    shown = {name: f"--{name}" if values[name].boolean else f"--{name}={_default(values[name])}" for name in names}
+    shown = {
+        name: f"--{'[no]' * (flag.default is True)}{name}" if flag.boolean else f"--{name}={_default(flag)}"
+        for name in names
+        for flag in [values[name]]
+    }
     width = max(map(len, shown.values()))
     return "".join(f"  {shown[name]:{width}}  {help_text(values[name])}\n" for name in names)
 

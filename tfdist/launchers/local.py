@@ -16,15 +16,14 @@ from absl import flags
 
 from tfdist.cluster import JOB_SECRET_VARIABLE, Task
 from tfdist.launchers import command_line, environment, shape
-from tfdist.launchers.requests import Request, Restarts, TaskRequest, check_command, setting
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, check_command, setting
 from tfdist.launchers.shape import Shape, SupervisedJob
 from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
 from tfdist.launchers.supervise.processes import PortReservation, Start, start_guard
 
 _USAGE = """\
-usage: tfdist launch local [FLAGS] SCRIPT [ARGUMENTS]
-       tfdist launch local [FLAGS] -m MODULE [ARGUMENTS]
+usage: tfdist launch local [FLAGS] SCRIPT|-m MODULE [ARGUMENTS]
 
 Starts SCRIPT as every task of a cluster on this machine. Arguments after SCRIPT are passed to it. Each line of output
 starts with the name of its task. If a task fails, the others are ended and its exit code is returned; a worker beside
@@ -33,6 +32,7 @@ parameter servers is started again first.
   tfdist launch local --num_workers=3 train.py --epochs=5             for MultiWorkerMirroredStrategy
   tfdist launch local --num_workers=2 --num_ps=1 train.py --epochs=5  for ParameterServerStrategy: a chief is added
 """
+_MOST_TASKS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +97,8 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     devices = [] if values.gpus_per_worker == 0 else environment.present()
     job = shape.job_from_flags(LocalJob, values, command)
     check_command(job.command)
+    if len(job.shape.tasks) > _MOST_TASKS:
+        raise LaunchError(f"a machine runs at most {_MOST_TASKS} tasks; use fewer --num_workers. Received: {job.shape}")
     logs = command_line.from_settings(LogSettings, values)
     with PortReservation(len(job.shape.members)) as reservation:
         planned = functools.partial(plan, job, reservation.ports, devices=devices)

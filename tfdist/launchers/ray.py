@@ -43,8 +43,7 @@ from tfdist.launchers.supervise.output import LogSettings
 from tfdist.launchers.supervise.processes import PortReservation, module_command
 
 _USAGE = """\
-usage: tfdist launch ray [FLAGS] SCRIPT [ARGUMENTS]
-       tfdist launch ray [FLAGS] -m MODULE [ARGUMENTS]
+usage: tfdist launch ray [FLAGS] SCRIPT|-m MODULE [ARGUMENTS]
 
 Starts SCRIPT as every task of a cluster on the nodes of a Ray cluster, and stays until the job is over. Arguments after
 SCRIPT are passed to it. All nodes need tfdist, and SCRIPT unless --copy sends it.
@@ -78,17 +77,19 @@ class RayJob(SupervisedJob):
     resources_per_worker: str = setting(
         '{"CPU": 1}', 'Ray\'s resources of each worker, such as \'{"CPU": 2, "GPU": 1}\'; other tasks have a CPU'
     )
-    strategy: str = setting(
-        "PACK", "strategy of the placement group", ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-    )
+    strategy: str = setting("PACK", "of the placement group", ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"))
     copy: bool = setting(False, "send the current directory to the nodes, as Ray's working_dir")
     directory: str = setting("", "working directory on the nodes; by default what --copy sent, else the current one")
     runtime_env: str = setting("{}", 'Ray\'s runtime environment, such as \'{"pip": ["scikit-learn"]}\'')
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.address.startswith("http"):
+            remedy = "use auto, HOST:6379 or ray://HOST:10001; ray job submit takes http"
+            raise LaunchError(f"--address is not that of a Ray cluster; {remedy}. Received: {self.address!r}")
         values = self.worker_resources.values()
-        if not any(values) or not all(type(value) in (int, float) and value >= 0 for value in values):
+        misspelt = [name for name in self.worker_resources if name not in _OPTIONS and name.upper() in ("CPU", "GPU")]
+        if not any(values) or not all(type(value) in (int, float) and value >= 0 for value in values) or misspelt:
             raise LaunchError(
                 '--resources_per_worker must be numbers by name, not all 0, such as {"CPU": 2, "GPU": 1}. Received: '
                 f"{self.resources_per_worker}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,10 @@ class Shape:
                 f"--nochief with --num_ps={self.num_ps}"
             )
 
+    def __str__(self) -> str:
+        kinds = [task.type for task in self.tasks]
+        return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+
     @functools.cached_property  # Of thousands of tasks, each of which needs it.
     def members(self) -> tuple[Task, ...]:
         """The tasks of the cluster, each of which needs an address: chief, workers, parameter servers."""
@@ -66,9 +71,8 @@ class Shape:
     @property
     def computing(self) -> tuple[Task, ...]:
         """The tasks that need the accelerators."""
-        return tuple(
-            task for task in self.members if task.type == "worker" or (task.type == "chief" and not self.num_ps)
-        )
+        roles = ("worker",) if self.num_ps else ("chief", "worker")
+        return tuple(task for task in self.members if task.type in roles)
 
     @property
     def reporting(self) -> tuple[Task, ...]:
@@ -190,9 +194,7 @@ def define_flags(values: flags.FlagValues, *jobs: type, has_env: bool = True, ha
     command_line.define_settings(values, *jobs)
     command_line.define(values, {"dry_run": (False, "print what would be run or submitted, and do nothing else")})
     if has_env:
-        command_line.define(
-            values, {"env": ([], "NAME=VALUE for all tasks, or NAME with the value here; may be repeated")}
-        )
+        command_line.define(values, {"env": ([], "NAME=VALUE for all tasks, or NAME alone; may be repeated")})
     environment.define_flags(values, has_communication)
 
 
@@ -202,6 +204,8 @@ def job_from_flags(job: type[JobT], values: flags.FlagValues, command: Sequence[
     Raises:
       LaunchError: the job is invalid.
     """
+    if re.search(r"\s-", python := getattr(values, "python", "")):
+        raise LaunchError(f"--python is a program without arguments; --env sets its variables. Received: {python!r}")
     names = {field.name for field in dataclasses.fields(job)}  # pyright: ignore[reportArgumentType]
     parts = {name: part for name, part in (("shape", Shape), ("restarts", Restarts)) if name in names}
     found = {name: command_line.from_settings(part, values) for name, part in parts.items()}

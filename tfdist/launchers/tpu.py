@@ -61,9 +61,7 @@ class TpuJob:
     def __post_init__(self) -> None:
         for flag, example in (("accelerator_type", "v4-8"), ("zone", "us-central2-b")):
             if not getattr(self, flag):
-                raise LaunchError(
-                    f"--{flag} is missing; write the TPU's, such as --{flag}={example}. Received: nothing"
-                )
+                raise LaunchError(f"--{flag} is missing; write it, such as --{flag}={example}. Received: nothing")
         known = ", ".join(_SEVERAL)
         if self.accelerator_type.rpartition("-")[0] not in _SEVERAL:
             if self.create:

@@ -28,8 +28,7 @@ from tfdist.launchers.requests import LaunchError, ToolError, read_file
 from tfdist.launchers.shape import Shape
 
 _USAGE = """\
-usage: tfdist launch kubernetes --image=IMAGE [FLAGS] SCRIPT [ARGUMENTS]
-       tfdist launch kubernetes --image=IMAGE [FLAGS] -m MODULE [ARGUMENTS]
+usage: tfdist launch kubernetes --image=IMAGE [FLAGS] SCRIPT|-m MODULE [ARGUMENTS]
 
 Creates Indexed Jobs that run SCRIPT, a path in IMAGE, as every task of a cluster. Arguments after SCRIPT are passed to
 it. tfdist has to be installed in the image.
@@ -100,10 +99,7 @@ def read_patches(path: str) -> list[Any]:
     try:
         found = [each for each in yaml.safe_load_all(read_file("--patch", path)) if each is not None]
     except yaml.YAMLError as error:
-        mark, problem = (
-            getattr(error, "problem_mark", None),
-            getattr(error, "problem", None) or "it has other characters",
-        )
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "other characters"
         where = f"line {mark.line + 1}: {problem}" if mark else problem
         raise LaunchError(f"--patch is no YAML ({where}); mend it. Received: {path!r}") from None
     if wrong := [each for each in found or [None] if not isinstance(each, dict) or "kind" not in each]:
@@ -134,9 +130,8 @@ def _merged(value: Any, patch: Any, where: str) -> Any:
         return {key: each for key, each in found.items() if each is not None}
     if isinstance(value, list) and isinstance(patch, list) and all("name" in each for each in (*value, *patch)):
         found = {each["name"]: each for each in value}
-        return list(
-            {**found, **{each["name"]: _merged(found.get(each["name"]), each, where) for each in patch}}.values()
-        )
+        found |= {each["name"]: _merged(found.get(each["name"]), each, where) for each in patch}
+        return list(found.values())
     if isinstance(value, (dict, list)) and patch is not None and type(patch) is not type(value):
         form = "fields" if isinstance(value, dict) else "a list"
         raise LaunchError(f"--patch: {where} has {form}; write these, or null to remove it. Received: {patch!r}")
@@ -165,6 +160,9 @@ def check_pods(pods: Pods) -> None:
             f"--name makes hosts with names of {len(longest)} characters, such as {longest}, and {_LABEL} are allowed; "
             f"use 1 to {_LABEL - len(longest) + len(pods.name)} characters. Received: {pods.name!r}"
         )
+    for claim, directory in pods.claims.items():
+        if not directory.startswith("/"):
+            raise LaunchError(f"--claim is mounted at an absolute path; write --claim={claim}=/{directory}")
     for flag in ("cpu", "memory"):
         value = getattr(pods, flag)
         if value and not _QUANTITY.fullmatch(value):

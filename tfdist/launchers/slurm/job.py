@@ -107,9 +107,7 @@ class Limits:
 
     max_restarts: int = setting(0, "restarts of a job that has failed")
     max_preemptions: int = setting(100, "restarts of a job that was preempted; not counted as failures")
-    pre_kill_secs: int = setting(
-        120, "seconds before the time limit at which the tasks get SIGTERM; 0 for none", most=65535
-    )
+    pre_kill_secs: int = setting(120, "seconds before the time limit when tasks get SIGTERM; 0 for none", most=65535)
     task_logs: str = setting("slurm-%j", "directory for files of each task's output; empty for none")
 
 

@@ -30,8 +30,7 @@ from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT, StepSettings
 
 _USAGE = """\
-usage: tfdist launch slurm [FLAGS] SCRIPT [ARGUMENTS]
-       tfdist launch slurm [FLAGS] -m MODULE [ARGUMENTS]
+usage: tfdist launch slurm [FLAGS] SCRIPT|-m MODULE [ARGUMENTS]
 
 Submits a Slurm job that runs SCRIPT as every task of a cluster. Arguments after SCRIPT are passed to it. The hosts must
 share the directory from which this is called, and have tfdist in the same place.
@@ -47,6 +46,8 @@ _NODE = re.compile(r"(\S+)\s+(\d+)\s+([1-9]\d*)\s+(.*)", re.ASCII)
 _SETS_CPUS = re.compile(r"-[cSB]|--(?:[a-z_-]*(?:cpus|core|thread)|hint|sockets|extra-n)")
 # Numbers of GPUs in a node's GRES, such as "gpu:a100:4(S:0-1)".
 _GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)")
+# Options of sbatch that set what the launcher does.
+_IS_SHAPE = re.compile(r"--(array|nodes|ntasks)\b|-[aNn]")
 # Beginnings of sbatch options that only hosts with GPUs get.
 _GPU_OPTIONS = ("--gpu", "--gres", "--tres")
 # Flags of the launcher that are options of sbatch under the same name, in the order of the #SBATCH lines.
@@ -103,6 +104,11 @@ class SlurmJob(slurm_job.Limits, StepSettings, Job):
             for option in given:
                 if not option.startswith("-"):
                     raise LaunchError(f"--{flag} is not an option; write --{flag}={example}. Received: {option!r}")
+        if taken := [option for option in self.sbatch if _IS_SHAPE.match(option)]:
+            raise LaunchError(
+                "--sbatch can't change the tasks of a job, which is one cluster; use --num_workers and "
+                f"--tasks_per_node, or submit it several times. Received: {taken[0]!r}"
+            )
         texts = [(flag, getattr(self, flag)) for flag in (*_OPTIONS, "directory")]
         for flag, text in (*texts, *(("sbatch", option) for option in self.sbatch)):
             if any(char in text for char in '\n\r\0"\\'):
@@ -180,10 +186,7 @@ def _body(job: SlurmJob) -> str:
     shape_flags = job.shape.arguments()
     limits = [f"--{name}={getattr(job, name)}" for name in ("max_restarts", "max_preemptions", "pre_kill_secs")]
     run = [*python, "tfdist.launchers.slurm.job", *shape_flags, *limits, f"--task_logs={job.task_logs}", "--"]
-    components = range(len(_components(job)))
-    tasks = (
-        f"--ntasks={len(job.shape.tasks)}" if len(components) == 1 else f"--het-group={','.join(map(str, components))}"
-    )
+    tasks = f"--ntasks={len(job.shape.tasks)}" if len(_components(job)) == 1 else "--het-group=0,1"
     srun = ["srun", tasks, *([f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else [])]
     options = ["--distribution=block", "--kill-on-bad-exit=1", "--unbuffered", *job.srun]
     port, grace = f"--port={job.port}", f"--grace_period_secs={job.grace_period_secs:g}"
@@ -207,7 +210,7 @@ def make_output_folders(job: SlurmJob) -> None:
     folder = pathlib.Path(job.directory, output).parent
     if "%" in str(folder):
         raise LaunchError(
-            f"--output has a folder with a %, and Slurm creates none; use one that exists. Received: {output!r}"
+            f"--output has a folder with a %, which Slurm does not create; use another. Received: {output!r}"
         )
     make_folder("--output", folder)
 

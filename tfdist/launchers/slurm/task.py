@@ -117,9 +117,7 @@ class SlurmProcess:
         hosts = expand_hosts(_text(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
         counts = expand_counts(_text(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
         if len(hosts) != len(counts):
-            raise LaunchError(
-                f"Slurm lists {len(hosts)} hosts with tasks for {len(counts)}. Received: {hosts}, {counts}"
-            )
+            raise LaunchError(f"Slurm has {len(hosts)} hosts, tasks for {len(counts)}. Received: {hosts}, {counts}")
         placed = tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
         number = _number(env, "SLURM_PROCID")
         if number >= len(placed):

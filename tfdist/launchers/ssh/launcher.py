@@ -71,8 +71,8 @@ class SshJob(SupervisedJob):
         needed = len(self.shape.tasks)
         if slots < needed:
             raise LaunchError(
-                f"the hosts have too few slots for {needed} tasks; add hosts, or write host:N in --hosts, host slots=N "
-                f"in --hostfile. Received: {slots} slot{'s' * (slots > 1)} on "
+                f"the hosts have too few slots for {needed} tasks ({self.shape}); add hosts, or write host:N in "
+                f"--hosts, host slots=N in --hostfile. Received: {slots} slot{'s' * (slots > 1)} on "
                 f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
             )
         if self.port > 65535 - max(host.slots for host in self.hosts):
@@ -345,9 +345,7 @@ def check_hosts(
             continue
         wrong += [f"{login} {problem}" for problem in problems_of(answer, asked[login], here)]
         if abs(answer["skew"]) > _MAX_SKEW_SECS:
-            warnings.append(
-                f"the clock of {login} is {answer['skew']:+.0f} s off from this one; set it (timedatectl, chrony)"
-            )
+            warnings.append(f"the clock of {login} is {answer['skew']:+.0f} s off; set it (timedatectl, chrony)")
     if wrong:
         raise LaunchError("; ".join(wrong))
     return warnings
@@ -372,9 +370,7 @@ def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout
             return f"can't run that interpreter ({said}); name one with --python"
         if "No module named" in said:
             return f"has no tfdist for that interpreter ({said}); install it there, or name another with --python"
-        return (
-            f"did not answer as expected ({said}); is another version of tfdist installed there, or does --setup fail?"
-        )
+        return f"did not answer as expected ({said}); is there another version of tfdist, or does --setup fail?"
     answer["skew"] = answer["time"] - (started + time.time()) / 2
     # A difference within half of the round trip may come from unequal times of the two ways.
     answer["skew"] *= abs(answer["skew"]) > (time.time() - started) / 2
@@ -391,7 +387,5 @@ def problems_of(answer: Mapping[str, Any], asked: Mapping[str, Any], here: Mappi
     found += [f"lacks {path}; copy or mount it there, or use --directory" for path in answer["missing"]]
     found += [_PORT_ADVICE.get(problem, _OTHER_PORT).format(port, problem) for port, problem in answer["taken"].items()]
     if answer["gpus"] < asked["gpus"]:
-        found.append(
-            f"has {answer['gpus']} GPUs where {asked['gpus']} are asked for; use fewer --gpus_per_worker or slots"
-        )
+        found.append(f"has {answer['gpus']} of {asked['gpus']} GPUs; use fewer --gpus_per_worker or slots")
     return found

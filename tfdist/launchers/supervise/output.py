@@ -169,19 +169,13 @@ class LogSettings:
 
     def __post_init__(self) -> None:
         if self.run and not _RUN.fullmatch(self.run):
-            raise LaunchError(
-                f"--run is no name for a folder; use letters, digits, dots and dashes. Received: {self.run!r}"
-            )
+            raise LaunchError(f"--run is no name for a folder; use letters, digits, . and -. Received: {self.run!r}")
         if self.run and not self.task_logs:
             raise LaunchError(f"--run is a folder in --task_logs; add --task_logs=DIR. Received: --run={self.run}")
         if self.task_logs is None and not self.tee:
-            raise LaunchError(
-                "--notee would lose all output; name a directory with --task_logs. Received: --notee alone"
-            )
+            raise LaunchError("--notee would lose all output; add --task_logs=DIRECTORY. Received: --notee alone")
         if self.task_logs and self.run and pathlib.Path(self.task_logs, self.run).exists():
-            raise LaunchError(
-                f"--run names a folder that exists in {self.task_logs}; use another. Received: {self.run!r}"
-            )
+            raise LaunchError(f"--run is a folder in {self.task_logs}; use another. Received: {self.run!r}")
 
 
 class TaskLogs:
