@@ -61,6 +61,7 @@ def test_flags_that_are_not_ready(make):
         ("Warmup(epochs=1)", "Warmup(epochs=1)"),
         ("Warmup(steps=10, ramp=True)", "Warmup(steps=10, ramp=True)"),
         ("SoftSync(4)", "SoftSync(updates=4)"),
+        ("tfdist.SoftSync(4)", "SoftSync(updates=4)"),
         ("DropStale(max_staleness=3)", "DropStale(max_staleness=3)"),
         ("BoundedStaleness(bound=2)", "BoundedStaleness(bound=2)"),
         ("ParameterAveraging(every_steps=8)", "ParameterAveraging(every_steps=8"),
@@ -90,6 +91,10 @@ def test_policies_keep_their_order():
     ("text", "words"),
     [
         ("", "--tfdist_policies is no policy with plain arguments; write it as --tfdist_policies='Warmup(epochs=1)'"),
+        (
+            "[SoftSync(4)]",
+            "--tfdist_policies is no policy with plain arguments; write it as --tfdist_policies='Warmup(",
+        ),
         ("Warmup(epochs=", "--tfdist_policies is no policy with plain arguments"),
         ("Warmup(epochs=n)", "--tfdist_policies is no policy with plain arguments"),
         ("Warmup(**{})", "--tfdist_policies is no policy with plain arguments"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist import _checks, _log, cluster
 from tfdist.resume.callback import Resume
@@ -35,7 +36,9 @@ class ScaleLearningRate(keras.callbacks.Callback):
       ValueError: an argument is invalid, or the optimizer has a schedule.
     """
 
-    def __init__(self, warmup_steps: int, *, strategy: Any = None, base_rate: float | None = None) -> None:
+    def __init__(
+        self, warmup_steps: int, *, strategy: tf.distribute.Strategy | None = None, base_rate: float | None = None
+    ) -> None:
         super().__init__()
         if not _checks.is_count(warmup_steps, at_least=0):
             raise ValueError(

@@ -172,7 +172,8 @@ def _parse_call(text: str, flag: str, kind: str, example: str) -> tuple[str, lis
             raise ValueError("too long")
         node = ast.parse(text.strip(), mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-        if not isinstance(call.func, ast.Name):
+        name = ast.unparse(call.func).removeprefix("tfdist.").removeprefix("policies.")
+        if not name.isidentifier():
             raise ValueError("no name")
         arguments = [ast.literal_eval(each) for each in call.args]
         keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
@@ -180,10 +181,11 @@ def _parse_call(text: str, flag: str, kind: str, example: str) -> tuple[str, lis
             raise ValueError("**")
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         shown = text if len(text) <= _MAX_TEXT else f"{text[:100]}..."
-        raise ValueError(
-            f"{flag} is no {kind} with plain arguments; write it as {flag}='{example}'. Received: {shown!r}"
-        ) from None
-    return call.func.id, arguments, keywords
+        form = f"write it as {flag}='{example}'" + ", and repeat the flag for each" * text.lstrip().startswith(
+            ("[", "(")
+        )
+        raise ValueError(f"{flag} is no {kind} with plain arguments; {form}. Received: {shown!r}") from None
+    return name, arguments, keywords
 
 
 # Clusters.

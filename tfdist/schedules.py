@@ -36,7 +36,13 @@ class LinearScaling(keras.optimizers.schedules.LearningRateSchedule):
     """
 
     def __init__(
-        self, base_rate: Any, replicas: int, warmup_steps: int, *, alone_steps: int = 0, name: str = "LinearScaling"
+        self,
+        base_rate: float | keras.optimizers.schedules.LearningRateSchedule,
+        replicas: int,
+        warmup_steps: int,
+        *,
+        alone_steps: int = 0,
+        name: str = "LinearScaling",
     ) -> None:
         super().__init__()
         is_schedule = isinstance(base_rate, keras.optimizers.schedules.LearningRateSchedule)

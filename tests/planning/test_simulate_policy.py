@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,26 @@ def _pareto(seed: int) -> Durations:
 
 def _one_slow(replica: int, attempt: int) -> float:
     return 10.0 if replica == 0 else 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": [tfdist.SoftSync(2)]}, "takes one policy; simulate takes several"),
+        ({"durations": lambda replica, attempt: math.nan}, "(durations=...) must be seconds, 0 or more. Received: nan"),
+        ({"durations": -1}, "(durations=...) must be seconds, 0 or more. Received: -1"),
+        ({"num_updates": 0}, "(num_updates=...) must be an integer of at least 1"),
+    ],
+)
+def test_arguments_that_are_no_simulation_are_refused(options, words):
+    given = {"policy": tfdist.BackupWorkers(spares=1), "durations": 0.1, "num_updates": 5, "total_num_replicas": 3}
+    with pytest.raises(ValueError, match=re.escape(words)):
+        simulate_policy(**{**given, **options})
+
+
+@pytest.mark.parametrize("durations", [0.1, tfdist.testing.constant(0.1)])
+def test_durations_are_also_a_number_or_a_distribution(durations):
+    assert simulate_policy(tfdist.BackupWorkers(spares=1), durations, 5, 3).seconds == pytest.approx(0.5)
 
 
 def test_three_replicas_step_by_step():

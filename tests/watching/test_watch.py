@@ -46,7 +46,7 @@ def test_without_a_terminal_the_state_is_printed_once(tmp_path: pathlib.Path, ca
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--once", "nothing"], 1, "there is no update log below 'nothing'; name the log_dir of tfdist.callbacks."),
+        (["--once", "nothing"], 2, "there is no update log below 'nothing'; name the log_dir of tfdist.callbacks."),
         (["file"], 2, "tfdist watch takes a log directory, and this is a file. Received: 'file'"),
         ([], 2, "give one LOGDIR. Received: nothing (see tfdist watch --help)"),
         (["a", "b"], 2, "give one LOGDIR. Received: a b (see tfdist watch --help)"),
@@ -63,7 +63,7 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys, arguments, 
 
 def test_a_missing_run_names_those_that_exist(tmp_path, capsys):
     logs.write_synchronous(tmp_path / "one", 2, 5)
-    assert watch("--once", "--run=two", str(tmp_path)) == 1
+    assert watch("--once", "--run=two", str(tmp_path)) == 2
     assert f"no update log of the run 'two' below {str(tmp_path)!r}; there are: one" in capsys.readouterr().err
 
 

@@ -33,11 +33,6 @@ of the links, and what limits the throughput. It imports no TensorFlow.
 
 tfdist.simulation describes clusters of unequal workers, and with failures at known times, in Python.
 """
-_STRATEGIES = {
-    "mirrored": engines.MIRRORED,
-    "multi_worker": engines.MULTI_WORKER,
-    "parameter_server": engines.PARAMETER_SERVER,
-}
 # Flags that have no effect under the other strategies.
 _ONLY_FOR = {
     ("servers", "server_bandwidth", "queueing"): ("parameter_server",),
@@ -94,7 +89,7 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
         result = _simulate(values)
     except (ValueError, RuntimeError) as error:
         raise LaunchError(_with_flags(str(error), values)) from None
-    if values.strategy == "parameter_server" and values.servers is None:
+    if values.strategy in ("parameter_server", engines.PARAMETER_SERVER) and values.servers is None:
         _log.say("simulated is ParameterServerStrategy with one parameter server; --servers and --strategy change it")
     sys.stdout.write(f"{result}\n")
     if values.json:
@@ -105,9 +100,10 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
 
 def _check_used(values: flags.FlagValues) -> None:
     """Raises ValueError for a flag that would be ignored."""
+    strategy = next((short for short, name in engines.SHORT_NAMES.items() if values.strategy == name), values.strategy)
     for names, strategies in _ONLY_FOR.items():
         for name in names:
-            if getattr(values, name) is not None and values.strategy not in strategies:
+            if getattr(values, name) is not None and strategy not in strategies:
                 raise ValueError(
                     f"--{name} has no effect here; leave it out, or use --strategy={' or '.join(strategies)}. "
                     f"Received: --{name}={getattr(values, name)}, --strategy={values.strategy}"
@@ -132,7 +128,7 @@ def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist simulate`."""
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     text("json", None, "write the result to this file, too")
-    strategies = list(_STRATEGIES)
+    strategies = [*engines.SHORT_NAMES, *engines.STRATEGIES]
     flags.DEFINE_enum("strategy", "parameter_server", strategies, "which strategy", flag_values=values)
     flags.DEFINE_multi_string(
         "policies", [], "a policy, such as 'SoftSync(updates=4)'; once for each", flag_values=values
@@ -155,10 +151,17 @@ def _simulate(values: flags.FlagValues) -> Result:
         cluster["compute"] = tfdist.flags.build(cluster["compute"], "--compute", "distribution", BUILDERS, example)
     tables = [_table(each) for each in values.sparse_table]
     codec = values.codec and tfdist.flags.build(values.codec, "--codec", "codec", _CODECS, "CodecModel(ratio=0.5)")
+    network = NetworkModel(**given(_NETWORK))
+    links = given(name for name in _NETWORK if name.endswith("bandwidth"))
+    if links and values.dense_bytes is None and not tables:
+        name = next(iter(links))
+        raise ValueError(
+            f"--{name} has no effect without bytes to send; add --dense_bytes=100MB. Received: --{name}={links[name]}"
+        )
     return simulate(
-        ClusterModel(**cluster, network=NetworkModel(**given(_NETWORK))),
+        ClusterModel(**cluster, network=network),
         ModelProfile(**given(_MODEL), sparse_tables=tables),
-        strategy=_STRATEGIES[values.strategy],
+        strategy=values.strategy,
         policies=[tfdist.flags.parse_policy(each, "--policies") for each in values.policies],
         codec=codec or None,
         **given(_RUN),

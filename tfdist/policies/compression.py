@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tfdist import _checks
 from tfdist.policies import base
+
+if TYPE_CHECKING:
+    from tfdist.compression import Codec
 
 AUTO = "auto"
 _HALVES = ("float16", "bfloat16")
@@ -35,7 +38,12 @@ class Compression(base.Policy):
       ValueError: an argument is invalid.
     """
 
-    def __init__(self, codec: Any, error_bound: float = 0.99, variables: str | None = None) -> None:
+    def __init__(
+        self,
+        codec: Codec | Literal["auto"],
+        error_bound: float = 0.99,
+        variables: Literal["float16", "bfloat16"] | None = None,
+    ) -> None:
         super().__init__()
         names = (*_METHODS, *_ATTRIBUTES)
         if codec != AUTO and (isinstance(codec, type | str) or not all(hasattr(codec, name) for name in names)):

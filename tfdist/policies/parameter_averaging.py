@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from tfdist import _checks
 from tfdist.policies import base
+
+if TYPE_CHECKING:
+    from keras.optimizers import Optimizer
 
 _STATES = ("average", "local", "reset")
 
@@ -39,7 +43,7 @@ class ParameterAveraging(base.Policy):
         every_steps: int,
         *,
         optimizer_state: Literal["average", "local", "reset"] = "average",
-        outer: Any = "mean",
+        outer: Literal["mean"] | Optimizer | Callable[[], Optimizer] = "mean",
     ) -> None:
         super().__init__()
         if not _checks.is_count(every_steps, at_least=1):

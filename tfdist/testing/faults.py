@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist import _checks, _forks
 
@@ -16,7 +17,7 @@ from tfdist import _checks, _forks
 _stopped: set[int] = set()
 
 
-def kill(strategy: Any, task: str) -> bool:
+def kill(strategy: tf.distribute.Strategy, task: str) -> bool:
     """Ends a task with SIGKILL. The embedded cluster restarts a worker; a parameter server is lost.
 
     Under ParameterServerStrategy with its embedded cluster, call it in the chief; it can end every task. Under
@@ -35,7 +36,7 @@ def kill(strategy: Any, task: str) -> bool:
     return _send(_group(strategy, task, "kill"), signal.SIGKILL)
 
 
-def stop_task(strategy: Any, task: str) -> bool:
+def stop_task(strategy: tf.distribute.Strategy, task: str) -> bool:
     """Stops a task of the embedded cluster with SIGSTOP, until `continue_task` or the end of this program.
 
     See `kill` for the arguments and the result.
@@ -50,7 +51,7 @@ def stop_task(strategy: Any, task: str) -> bool:
     return _send(group, signal.SIGSTOP)
 
 
-def continue_task(strategy: Any, task: str) -> bool:
+def continue_task(strategy: tf.distribute.Strategy, task: str) -> bool:
     """Continues a stopped task with SIGCONT. See `kill` for the arguments and the result."""
     group = _group(strategy, task, "continue")
     _stopped.discard(group or 0)

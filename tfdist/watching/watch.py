@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from absl import flags
 
-from tfdist import _log
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
 from tfdist.telemetry import report
@@ -61,8 +60,7 @@ def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
     if values.once or not console.is_terminal or console.is_dumb_terminal:
         watched.read()
         if watched.job is None:
-            _log.say(watched.missing)
-            return 1
+            raise LaunchError(watched.missing)
         console.print(watched.draw(None))
         return 0
     with _terminated_by_exception(), contextlib.suppress(BrokenPipeError):

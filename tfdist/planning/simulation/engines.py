@@ -27,6 +27,8 @@ PARAMETER_SERVER = "ParameterServerStrategy"
 MULTI_WORKER = "MultiWorkerMirroredStrategy"
 MIRRORED = "MirroredStrategy"
 STRATEGIES = (MIRRORED, MULTI_WORKER, PARAMETER_SERVER)
+# Names in flags.
+SHORT_NAMES = {"mirrored": MIRRORED, "multi_worker": MULTI_WORKER, "parameter_server": PARAMETER_SERVER}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import numbers
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -48,7 +50,7 @@ def simulate(
     Args:
       cluster: the machines.
       model: the trained model; by default one without bytes, whose examples are gradients.
-      strategy: name of the strategy.
+      strategy: name of the strategy's class, or the short one of flags, such as "mirrored".
       policies: as for the strategy; new objects, which belong to no strategy yet.
       codec: cost of the codec; required with `tfdist.Compression`.
       num_updates: number of updates to simulate; with `ParameterAveraging` an update is one average.
@@ -62,6 +64,7 @@ def simulate(
       RuntimeError: no update can be made any more, because too many workers are lost.
     """
     model = ModelProfile() if model is None else model
+    strategy = engines.SHORT_NAMES.get(strategy, strategy)
     _check(cluster, model, strategy, num_updates, steps_per_epoch)
     policies = composition.check_policies(policies, strategy)
     given = tuple(map(repr, policies))
@@ -87,7 +90,7 @@ def simulate(
 
 def simulate_policy(
     policy: Policy,
-    durations: Durations,
+    durations: Durations | DelayDistribution | float,
     num_updates: int,
     total_num_replicas: int,
     warmup: Warmup | None = None,
@@ -106,14 +109,23 @@ def simulate_policy(
     Args:
       policy: a policy that belongs to no strategy yet; of `ParameterServerStrategy`, unless it is an `Aggregation`.
       durations: returns the seconds that replica `replica` needs for its gradient number `attempt`, counted from 0 for
-        each replica. Called once for each gradient, in the order of their starts.
+        each replica. Called once for each gradient, in the order of their starts. Or a number of seconds, or a
+        distribution of `tfdist.testing`, drawn with seed 0.
       num_updates: number of updates to make.
       total_num_replicas: number of replicas.
       warmup: limits the replicas that take part at the start; one in steps.
 
     Raises:
+      ValueError: an argument is invalid, or a duration is no number of seconds, 0 or more.
       RuntimeError: the policy lets no replica start, and no update is due.
     """
+    if not isinstance(policy, Policy):
+        raise ValueError(f"simulate_policy takes one policy; simulate takes several. Received: policy={policy!r}")
+    for name, count in (("num_updates", num_updates), ("total_num_replicas", total_num_replicas)):
+        if not _checks.is_count(count, at_least=1):
+            raise ValueError(
+                f"simulate_policy({name}=...) must be an integer of at least 1. Received: {name}={count!r}"
+            )
     if isinstance(policy, base.Aggregation):
         policy.begin(total_num_replicas, "simulate_policy")
     else:
@@ -122,9 +134,23 @@ def simulate_policy(
         policy = engines.aggregation(engines.PARAMETER_SERVER, composed, total_num_replicas)
     if warmup is not None:
         warmup.begin(total_num_replicas, "simulate_policy")
-    loop = EventLoop(policy, durations, warmup=warmup)
+    loop = EventLoop(policy, _checked(durations), warmup=warmup)
     loop.run(num_updates)
     return Simulation(**_of(loop, total_num_replicas))
+
+
+def _checked(durations: Durations | DelayDistribution | float) -> Durations:
+    """Returns a function of the durations, which raises ValueError for one that is no time."""
+    if isinstance(durations, DelayDistribution):
+        return functools.partial(durations.draw, 0)
+
+    def secs(replica: int, attempt: int) -> float:
+        found = durations(replica, attempt) if callable(durations) else durations
+        if not isinstance(found, numbers.Real) or not found >= 0:
+            raise ValueError(f"simulate_policy(durations=...) must be seconds, 0 or more. Received: {found!r}")
+        return found
+
+    return secs
 
 
 def _of(loop: EventLoop, replicas: int) -> dict[str, Any]:
