@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tfdist import _checks
 from tfdist.policies import base
-
-if TYPE_CHECKING:
-    from tfdist.compression import Codec
 
 AUTO = "auto"
 _HALVES = ("float16", "bfloat16")
@@ -40,7 +37,7 @@ class Compression(base.Policy):
 
     def __init__(
         self,
-        codec: Codec | Literal["auto"],
+        codec: Any,
         error_bound: float = 0.99,
         variables: Literal["float16", "bfloat16"] | None = None,
     ) -> None:

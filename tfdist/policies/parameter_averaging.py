@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tfdist import _checks
 from tfdist.policies import base
-
-if TYPE_CHECKING:
-    from keras.optimizers import Optimizer
 
 _STATES = ("average", "local", "reset")
 
@@ -43,7 +39,7 @@ class ParameterAveraging(base.Policy):
         every_steps: int,
         *,
         optimizer_state: Literal["average", "local", "reset"] = "average",
-        outer: Literal["mean"] | Optimizer | Callable[[], Optimizer] = "mean",
+        outer: Any = "mean",
     ) -> None:
         super().__init__()
         if not _checks.is_count(every_steps, at_least=1):
