@@ -27,7 +27,7 @@ PATTERNS = (
     "examples/**/*.md",
     "examples/notebooks/*.ipynb",
 )
-PICTURES = ("experiments/**/*.png", "experiments/**/*.svg")
+FILES = ("examples/*.py", "examples/notebooks/*.ipynb", "experiments/**/*.png", "experiments/**/*.svg")
 
 # Public names by page; test_docs.py checks that none of `tfdist.__all__` is missing.
 API = {
@@ -79,7 +79,7 @@ _CSS = """\
 def gather() -> None:
     """Copies and generates all pages."""
     shutil.rmtree(SITE, ignore_errors=True)
-    for pattern in (*PATTERNS, *PICTURES):
+    for pattern in (*PATTERNS, *FILES):
         for path in ROOT.glob(pattern):
             target = SITE / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -68,6 +68,13 @@ class Info:
         gradients 0. Seeds and state begin alike on all replicas: random numbers have to depend on it.
     """
 
+    step: tf.Tensor
+    staleness: tf.Tensor
+    weight: tf.Tensor
+    contributors: tf.Tensor
+    examples: tf.Tensor | None
+    replica: tf.Tensor
+
     def __init__(
         self,
         step: Any = 0,
