@@ -104,12 +104,12 @@ class AveragingEngine(Engine):
         self._times.begin_pass()
         return iter(dataset.own)
 
-    def run(self, step: Step, timed: step_times.Timed) -> Any:
+    def run(self, step: Step, handle: step_times.Timed) -> Any:
         """Makes a step alone, and averages if it is time; in cross-replica context, in a graph or eagerly.
 
         Args:
           step: a model's `train_step`.
-          timed: an element of a data set of this engine.
+          handle: an element of a data set of this engine.
 
         Returns:
           The logs: the same on all workers.
@@ -117,12 +117,12 @@ class AveragingEngine(Engine):
         model = step.model
         self._prepare(model)
         num_replicas = self._strategy.num_replicas_in_sync
-        with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, timed)):
+        with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle)):
             average = self._average_of(model)
-            parts = parts_of_replicas(timed.given, self._replicas, num_replicas)
+            parts = parts_of_replicas(handle.given, self._replicas, num_replicas)
             sums = trials.sums_in(self._strategy, step, parts[0].batch, num_replicas)
             average.begin_step()
-            times = self._times.begin(tf.stack([timed.called, timed.got]))
+            times = self._times.begin(tf.stack([handle.called, handle.got]))
             results = averaging_step.step_alone(self._strategy, step, parts, times.hand_in, sums)
             times.keep(results)
             shares = [losses.share_of_batch(part.batch, part.total, num_replicas) for part in parts]
