@@ -18,7 +18,7 @@ SHAPES = ((1024, 512), (512,), (3, 3, 64, 64), ())
 def _choose(
     monkeypatch: pytest.MonkeyPatch, latency: float, plain: float, error_bound: float = 0.9999, shapes: Any = SHAPES
 ) -> choice.Choice:
-    """Chooses where sums of 4 numbers and of the gradients take so long between two workers, and codecs take no time."""
+    """Chooses where sums of 4 numbers and of the gradients take so long between two workers, and codecs no time."""
     secs, alone = iter([latency, plain]), choice._alone
     monkeypatch.setattr(choice, "_secs", lambda call, slowest: next(secs))
     monkeypatch.setattr(choice, "_alone", lambda *given: (0.0, alone(*given)[1]))
