@@ -259,6 +259,12 @@ def test_quotes_around_a_value_of_a_flagfile_are_taken_off(tmp_path):
     assert values.setup == ["module load cuda", 'a "b"', '"a" && "b"'] and values.name == "run 1"
 
 
+@pytest.mark.parametrize("platform", ["slurm", "tpu --zone=z --accelerator_type=v4-8", "kubernetes --image=i"])
+def test_interpreter_with_arguments_is_refused(platform, capsys):
+    assert cli.main(["launch", *platform.split(), "--dry_run", "--python=python3 -u", "setup.py"]) == 2
+    assert capsys.readouterr().err.startswith("tfdist: --python is a program without arguments; ")
+
+
 def test_script_that_is_quoted_with_its_arguments_is_refused(capsys):
     assert cli.main(["launch", "local", "train.py --lr=1"]) == 2
     assert capsys.readouterr().err.startswith("tfdist: the script is quoted with its arguments; don't quote them.")

@@ -68,6 +68,7 @@ def test_a_plan_as_text(form, monkeypatch):
             f"--name makes hosts with names of 66 characters, such as {'a' * 52}-evaluator-0-0, and 63",
         ),
         ({"namespace": "n.s"}, "--namespace is no name for Kubernetes"),
+        ({"claims": {"data": "x"}}, "--claim is mounted at an absolute path; write --claim=data=/x"),
         ({"claims": {"da ta": "/x"}}, "--claim is no name for Kubernetes"),
         ({"cpu": "four"}, "--cpu is no quantity"),
         ({"memory": "16GB"}, "--memory is no quantity"),
