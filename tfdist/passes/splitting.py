@@ -242,7 +242,11 @@ def _rows_of(leaf: Any, start: Any, stop: Any, known: int | None) -> Any:
         sizes = [piece.dense_shape[axis] if not axis or size is None else size for axis, size in enumerate(static)]
         return tf.SparseTensor(piece.indices, piece.values, tf.stack(sizes))
     piece = leaf[start:stop]
-    return piece if isinstance(piece, tf.RaggedTensor) else _with_size(piece, known)
+    if not isinstance(piece, tf.RaggedTensor):
+        return _with_size(piece, known)
+    # TensorFlow infers the size of a slice, which other pieces may not have.
+    splits = _with_size(piece.row_splits, None if known is None else known + 1)
+    return tf.RaggedTensor.from_row_splits(piece.values, splits, validate=False)
 
 
 def _checked_rows(batch: Any, num_parts: int) -> list[tf.Tensor | int]:
