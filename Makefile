@@ -28,7 +28,7 @@ demo: venv  ## train the digits experiment under every strategy (under 3 minutes
 chaos: venv  ## train while a random task is killed every 10 s (about 10 minutes); FLAGS=... adds flags
 	@$(BIN)/python experiments/chaos/run.py --flagfile=experiments/chaos/chaos.flags $(FLAGS)
 
-test: venv  ## run all tests but the slow ones (29 minutes of 2 cores); FLAGS=... adds pytest's flags
+test: venv  ## run all tests but the slow ones (20 minutes of 2 cores); FLAGS=... adds pytest's flags
 	$(PYTEST) $(PARALLEL) $(REPORT) $(FLAGS)
 
 test-all: venv  ## the same and the slow ones (about an hour)
