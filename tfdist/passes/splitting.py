@@ -142,7 +142,7 @@ def static_size(batch: Any) -> int | None:
 def has_even_parts(element_spec: Any, num_parts: int) -> bool:
     """Returns True if the shapes of such a batch say how many examples each of its parts has, as those of `cut` do."""
     size = static_size(element_spec)
-    return size is not None and size % num_parts == 0 and isinstance(_first(element_spec), tf.TensorSpec | tf.Tensor)
+    return size is not None and size % num_parts == 0 and isinstance(_first(element_spec), tf.TensorSpec)
 
 
 def rows(batch: Any) -> tf.Tensor | None:

@@ -111,7 +111,7 @@ class WorkerBatch(BatchHandle):
         numbered = tf.nest.pack_sequence_as(part, range(len(tf.nest.flatten(part))))
         leaves = tf.nest.flatten(numbered[key])
         first = layout.first + (leaves[0] if leaves else 0)
-        kind = _kind_of(self.engine, part[key], dataclasses.replace(layout, first=first))
+        kind = handles.kind_of(self.engine, part[key], dataclasses.replace(layout, first=first))
         return WorkerBatch(kind, self._batch)
 
     def __getitem__(self, key: Any) -> Any:
@@ -203,11 +203,7 @@ def kind_of(engine: Any, element_spec: Any, marks_end: bool = False, has_totals:
       marks_end: see `WorkerDataset`.
       has_totals: likewise.
     """
-    return _kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0, marks_end, has_totals))
-
-
-def _kind_of(engine: Any, element_spec: Any, layout: PartLayout) -> HandleKind:
-    return handles.kind_of(engine, element_spec, layout)
+    return handles.kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0, marks_end, has_totals))
 
 
 def flat_specs(spec: Any) -> list[tf.TensorSpec]:

@@ -631,9 +631,6 @@ class DataPosition:
             )
         return self._epochs.dataset
 
-    def _take_next_from(self, rest: Any) -> None:
-        self._next = rest
-
     def _counting(self, data: Callable[[], Any]) -> Callable[[], Any]:
         def data_of_next() -> Any:
             self._num_iterators += 1
