@@ -117,6 +117,12 @@ class _Unmade(tfdist.BackupWorkers):
             lambda: _own(accept=lambda self: True),
             "Own.accept: no strategy calls it; did you mean accepts? Else rename it",
         ),
+        (
+            lambda: _own(may_start=lambda self, replica: False),
+            "Own.may_start: strategies ignore an override; rename it, or override replicas_to_aggregate, accepts",
+        ),
+        (lambda: _own(update_due=property(bool)), "Own.update_due: strategies ignore an override;"),
+        (lambda: _own(tfdist.Warmup, begin=int), "Own.begin: strategies ignore an override;"),
         (lambda: _own(tfdist.SoftSync, accepts=int), "Own.accepts: of SoftSync no strategy calls it; derive from Back"),
         (
             lambda: _own(accepts=lambda self, replica: True),
@@ -135,8 +141,8 @@ def test_own_policy_that_could_not_work_is_one_line(make: Callable[[], object], 
     with pytest.raises((TypeError, ValueError)) as caught:
         make()
     assert str(caught.value).startswith(words) and "\n" not in str(caught.value)
-    # Names of its own, or inherited ones.
-    assert _own(note=int, _accept=int, alive=int, update=int, stats=int, States=dict, states=dict)
+    # Names of its own.
+    assert _own(note=int, _accept=int, update=int, stats=int, States=dict, states=dict)
 
 
 def test_the_same_durations_give_the_same_simulation():
@@ -167,9 +173,6 @@ def test_one_of_four_that_is_ten_times_slower_costs_nothing():
 
 
 def test_a_policy_that_stalls_is_an_error():
-    class Nobody(tfdist.BackupWorkers):
-        def may_start(self, replica: int) -> bool:
-            return False
-
-    with pytest.raises(RuntimeError, match="lets no replica start in step 0"):
-        simulate_policy(Nobody(spares=0), _one_slow, 1, 2)
+    more_than_there_are = _own(replicas_to_aggregate=property(lambda self: 2 + self.step))
+    with pytest.raises(RuntimeError, match="lets no replica start in step 1"):
+        simulate_policy(more_than_there_are(spares=0), _one_slow, 2, 2)

@@ -62,6 +62,10 @@ class Policy:
             getter = given.fget if isinstance(given, property) else None
             is_method = getter or (callable(given) and not isinstance(given, type))
             inherited = getattr(super(cls, cls), name, None)
+            owner = next((base for base in cls.__mro__[1:] if name in vars(base)), object)
+            if owner.__module__.startswith("tfdist.") and name[0] != "_" and name not in _OVERRIDABLE:
+                hooks = ", ".join(_OVERRIDABLE)
+                raise TypeError(f"{cls.__name__}.{name}: strategies ignore an override; rename it, or override {hooks}")
             if name in _OVERRIDABLE and inherited is None:
                 raise TypeError(f"{cls.__name__}.{name}: of {cls.__mro__[1].__name__} no strategy calls it; {_DERIVE}")
             if is_method and getter is None and inherited is not None and not callable(inherited):
