@@ -13,9 +13,11 @@ import pytest
 
 import tfdist
 from tfdist import engines
+from tfdist.coordination.quorum_server import Kind, Verdict, update_marks
 from tfdist.engines.base import Engine
 from tfdist.engines.quorum import QuorumEngine, QuorumSums
 from tfdist.engines.threads import ThreadedEngine
+from tfdist.policies import Outcome
 from tfdist.policies.saved_state import SavedState
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
@@ -95,6 +97,21 @@ def test_close_ends_threads_and_may_be_called_again(start: Any):
     for _ in range(2):
         engine.close()
         assert _names_of_threads() == before
+
+
+def test_gradient_dropped_after_a_verdict_counts_with_the_next():
+    engine = _quorum()
+    engine.close()
+
+    def counted(step: int, *contributors_and_dropped: tuple[int, ...]) -> list[tuple[float, Outcome]]:
+        verdict = Verdict(Kind.UPDATE, step, update_marks(3, *contributors_and_dropped))
+        return [(each.start, each.outcome) for each in engine._own_gradients(verdict)]
+
+    engine._computed = [(0, 0.0, 1.0, 0.0), (1, 1.0, 2.0, 0.0)]
+    # Rows beyond the verdict's would hide those of the workers that it names from the report.
+    assert counted(1, (1, 2), ()) == []
+    engine._computed.append((2, 2.0, 3.0, 0.0))
+    assert counted(2, (0, 1), (0, 0)) == [(0.0, Outcome.DROPPED), (1.0, Outcome.DROPPED), (2.0, Outcome.ACCEPTED)]
 
 
 class _Own(Engine):

@@ -111,6 +111,8 @@ class QuorumEngine(Engine):
         self._clock = time.monotonic
         # Step, start, end and wait for the batch of each contribution since the last update.
         self._computed: list[tuple[int, float, float, float]] = []
+        # Gradients that were computed before the last update, and are counted with the next one as dropped.
+        self._uncounted: list[tuple[int, float, float, float]] = []
         self._thread = threading.Thread(target=self._compute, name="tfdist-contributions", daemon=True)
         self._reporter = stalls.StallReporter(client.waited_for)
 
@@ -199,16 +201,22 @@ class QuorumEngine(Engine):
         return _given(current) if is_contributor else traced.nothing
 
     def _own_gradients(self, verdict: Verdict) -> tuple[Contribution, ...]:
-        """Returns this worker's gradients since the previous update; the accepted one is last."""
+        """Returns this worker's gradients that the verdict counts; the accepted one is last.
+
+        The verdict decides on the counts, which are those of all workers. A gradient that arrived after the verdict
+        was made is counted by the next one.
+        """
         with self._changed:
             computed, self._computed = self._computed, []
-        is_contributor = self._worker in verdict.contributors()
+        accepted = [computed.pop()] if computed and self._worker in verdict.contributors() else []
+        # The server has counted all others with an earlier update: those of a pass that has ended.
+        waiting, num_dropped = self._uncounted + computed, verdict.dropped().count(self._worker)
+        dropped, self._uncounted = waiting[:num_dropped], waiting[max(num_dropped, len(self._uncounted)) :]
         found = []
-        for step, start, arrival, input_secs in computed:
-            is_accepted = is_contributor and step == verdict.step
-            outcome = Outcome.ACCEPTED if is_accepted else Outcome.DROPPED
-            known = outcome, verdict.step - step, float(is_accepted), 0.0, input_secs
-            found.append(Contribution(self._worker, start, arrival, *known))
+        for outcome, gradients in ((Outcome.DROPPED, dropped), (Outcome.ACCEPTED, accepted)):
+            for step, start, arrival, input_secs in gradients:
+                known = outcome, verdict.step - step, float(outcome is Outcome.ACCEPTED), 0.0, input_secs
+                found.append(Contribution(self._worker, start, arrival, *known))
         return tuple(found)
 
     def _check(self) -> None:
