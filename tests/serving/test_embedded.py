@@ -217,6 +217,7 @@ except tf.errors.UnavailableError as error:
     with programs.running(script, tmp_path) as program:
         assert program.wait(100) == 1, program.output
         assert re.search(r"caught: ps:0 \(127.0.0.1:\d+\) is lost, and its variables with it; start", program.output)
+        assert "ps:0 ended with code -9" in program.output
         assert_nobody_is_left(program)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import sys
 import threading
 
@@ -88,7 +89,9 @@ class Attachment:
             self.embedded.close()
 
     def finish(self) -> None:
-        """Notifies every server that the chief is done. Called at exit; does nothing if the program failed."""
+        """Notifies every server that the chief is done, unless the program failed. Called at exit."""
+        if self.embedded is not None:
+            self.embedded.end_watch()
         if self.embedded is not None or self.is_abandoned or getattr(sys, "last_value", None) is not None:
             return
         for task, mark in self._marks.items():
@@ -218,13 +221,22 @@ class EmbeddedCluster:
 
     def close(self) -> None:
         """Ends all processes; may be called again."""
-        self._is_closing = True
-        self._supervisor.wake()
-        if self._thread:
-            # The thread may be starting a process; a fork and an exec take less.
-            self._thread.join(_JOIN_SECS)
+        self.end_watch()
         self._supervisor.stop()
         self._ports.release()
+
+    def end_watch(self) -> None:
+        """Ends the thread of `keep_alive` once it has logged each process that ended; may be called again."""
+        if self._thread is None:
+            return
+        for process in self._processes.values():
+            if _has_ended(process.pid):
+                # The guard's report may be on its way.
+                process.wait(_JOIN_SECS)
+        self._is_closing = True
+        self._supervisor.wake()
+        # The thread may be starting a process; a fork and an exec take less.
+        self._thread.join(_JOIN_SECS)
 
     def check(self) -> None:
         """Raises RuntimeError if a process has ended. Called while the cluster starts."""
@@ -281,6 +293,16 @@ def _register_failure(replacements: Replacements, ended: Process) -> str:
     if secs is None:
         return f"; it is given up after {failures} failures in a row"
     return f", starting it again in {secs:g} s" if secs else ", starting it again"
+
+
+def _has_ended(pid: int | None) -> bool:
+    """Returns True if a process is gone, or dead and not reaped yet. False on systems without /proc."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return pathlib.Path("/proc/self/stat").exists()
+    # The name in parentheses may itself hold spaces and parentheses.
+    return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
 def _task(name: str) -> Task:
