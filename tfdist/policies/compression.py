@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from tfdist import _checks
 from tfdist.policies import base
 
 AUTO = "auto"
 _HALVES = ("float16", "bfloat16")
-_METHODS = ("init", "encode", "decode", "exchange")
-_ATTRIBUTES = ("commutes_with_sum", "unsent")
+
+
+@runtime_checkable
+class GradientCodec(Protocol):
+    """A `tfdist.compression.Codec`, which this package must not import."""
+
+    commutes_with_sum: ClassVar[bool]
+    unsent: ClassVar[tuple[str, ...]]
+
+    def exchange(self, tensors: Any, state: Any, transport: Any) -> Any:
+        """See `Codec.exchange`."""
 
 
 class Compression(base.Policy):
@@ -37,13 +46,12 @@ class Compression(base.Policy):
 
     def __init__(
         self,
-        codec: Any,
+        codec: GradientCodec | Literal["auto"],
         error_bound: float = 0.99,
         variables: Literal["float16", "bfloat16"] | None = None,
     ) -> None:
         super().__init__()
-        names = (*_METHODS, *_ATTRIBUTES)
-        if codec != AUTO and (isinstance(codec, type | str) or not all(hasattr(codec, name) for name in names)):
+        if codec != AUTO and (isinstance(codec, type) or not isinstance(codec, GradientCodec)):
             raise ValueError(
                 "Compression(codec): give a codec of tfdist.compression, such as "
                 f'tfdist.compression.Threshold("adaptive"), or "auto". Received: codec={codec!r}'

@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tfdist import _checks
 from tfdist.policies import base
 
 _STATES = ("average", "local", "reset")
+
+
+@runtime_checkable
+class OuterOptimizer(Protocol):
+    """A Keras optimizer, without an import of Keras."""
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Applies gradients."""
+
+    def get_config(self) -> Any:
+        """Returns the arguments of the constructor."""
 
 
 class ParameterAveraging(base.Policy):
@@ -39,7 +51,7 @@ class ParameterAveraging(base.Policy):
         every_steps: int,
         *,
         optimizer_state: Literal["average", "local", "reset"] = "average",
-        outer: Any = "mean",
+        outer: OuterOptimizer | Callable[[], OuterOptimizer] | Literal["mean"] = "mean",
     ) -> None:
         super().__init__()
         if not _checks.is_count(every_steps, at_least=1):
@@ -99,7 +111,7 @@ class ParameterAveraging(base.Policy):
 
 
 def _is_optimizer(outer: Any) -> bool:
-    return not isinstance(outer, type) and all(callable(getattr(outer, name, None)) for name in ("apply", "get_config"))
+    return not isinstance(outer, type) and isinstance(outer, OuterOptimizer)
 
 
 def _name(outer: Any) -> str:
