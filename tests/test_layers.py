@@ -508,7 +508,7 @@ MOST_IN_COMPAT = 23
 MOST_LINES = 824
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 52_249, ("tfdist", "js"): 1_433, ("tests", "py"): 42_247}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 52_303, ("tfdist", "js"): 1_433, ("tests", "py"): 42_249}
 
 
 @functools.cache
