@@ -34,7 +34,7 @@ def test_plan_of_fewer_workers_keeps_their_bundles():
 @pytest.mark.parametrize(
     ("wanted", "free", "words"),
     [
-        ({"worker:0": {"CPU": 2, "GPU": 1}}, {"CPU": 2}, "(0 of 0 free, 1 asked); they start as nodes join, or use"),
+        ({"worker:0": {"CPU": 2, "GPU": 1}}, {"CPU": 2}, "(0 of 0 free, 1 asked); they start as nodes join or jobs"),
         ({"worker:0": {"CPU": 2}, "ps:0": {"CPU": 1}}, {"CPU": 0.5}, "CPU 2.5 (0.5 of 4 free, 3 asked); they start as"),
         ({"worker:0": {"CPU": 2}}, {"CPU": 2}, "enough is free, but not on nodes as --strategy asks"),
     ],
@@ -49,16 +49,13 @@ def test_missing_resources_are_named_with_free_ones(wanted, free, words):
     [
         (
             {"resources_per_worker": "GPU"},
-            "--resources_per_worker is no JSON object; write it as --resources_per_worker='{\"CPU",
+            "--resources_per_worker is no JSON object; write it as --resources_per_worker='{\"NAME",
         ),
         ({"resources_per_worker": {"CPU": 0}}, "--resources_per_worker must be numbers by name, not all 0"),
         ({"resources_per_worker": {"cpu": 2}}, "--resources_per_worker must be numbers by name, not all 0"),
-        ({"address": "http://head:8265"}, "--address is not that of a Ray cluster; use auto, HOST:6379 or ray://"),
+        ({"address": "http://head:8265"}, "--address has a scheme in front of its host; use auto, HOST:6379 or ray"),
         ({"resources_per_worker": {"CPU": "2"}}, "--resources_per_worker must be numbers by name, not all 0, such as"),
-        (
-            {"runtime_env": [1]},
-            '--runtime_env is no JSON object; write it as --runtime_env=\'{"pip": ["scikit-learn"]}\'',
-        ),
+        ({"runtime_env": [1]}, "--runtime_env is no JSON object; write it as --runtime_env='{\"NAME\": VALUE}'"),
         ({"strategy": "WIDE"}, "--strategy must be one of PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
         ({"gpus_per_worker": 1}, "unknown flag --gpus_per_worker; did you mean --resources_per_worker='{\"GPU\": 1}'"),
         ({"num_workers": 2, "min_workers": 3}, "--min_workers is out of range"),

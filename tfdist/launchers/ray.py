@@ -2,9 +2,9 @@
 """Starts a script as every task of a cluster on Ray.
 
 This program is a Ray driver. Its placement group has a bundle for each task. A task runs as the child process of an
-actor in its bundle, with `tfdist.launchers.ssh.task` around it. The actor hands input and output through; `RayTask`
-stands for the guard of a local task, so that `run_tasks` supervises these tasks as all others. Ray ends the actors when
-the driver ends in any way, and the child process ends with its actor.
+actor in its bundle, with `tfdist.launchers.ssh.task` around it. The actor hands input and output through, and
+`run_tasks` supervises these tasks as all others. Ray ends the actors when the driver ends in any way, and the child
+process ends with its actor.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ import os
 import pathlib
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from absl import flags
 
-from tfdist import _log
+from tfdist import _log, _sockets
 from tfdist.cluster import NOTICES_VARIABLE, Task
 from tfdist.launchers import command_line, local, requests, shape
-from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, check_command, setting
+from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, json_object, setting
 from tfdist.launchers.shape import Shape, SupervisedJob
 from tfdist.launchers.ssh import client
 from tfdist.launchers.ssh import task as remote
 from tfdist.launchers.ssh.launcher import problems_of
 from tfdist.launchers.supervise.notices import Reader
 from tfdist.launchers.supervise.output import LogSettings
-from tfdist.launchers.supervise.processes import PortReservation, module_command
+from tfdist.launchers.supervise.processes import PortReservation, RemoteTask, module_command
 
 _USAGE = """\
 usage: tfdist launch ray [FLAGS] SCRIPT|-m MODULE [ARGUMENTS]
@@ -57,6 +56,7 @@ _BUNDLE_VARIABLE = "TFDIST_RAY_BUNDLE"
 # Ray's names of resources that are options of an actor.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 _LOOK_SECS = 0.2
+_CONNECT_SECS = 5.0
 # Interval of the lines about resources that are missing.
 _WAITING_SECS = 10.0
 # Time for an actor to report the end of a task after SIGKILL, before it is given up.
@@ -68,6 +68,9 @@ _READ_SECS = 5.0
 @dataclasses.dataclass(frozen=True)
 class RayJob(SupervisedJob):
     """A job on a Ray cluster.
+
+    Attributes:
+      bundles: resources of each of the shape's tasks, without zeros.
 
     Raises:
       LaunchError: a value is out of range.
@@ -81,42 +84,24 @@ class RayJob(SupervisedJob):
     copy: bool = setting(False, "send the current directory to the nodes, as Ray's working_dir")
     directory: str = setting("", "working directory on the nodes; by default what --copy sent, else the current one")
     runtime_env: str = setting("{}", 'Ray\'s runtime environment, such as \'{"pip": ["scikit-learn"]}\'')
+    bundles: list[dict[str, float]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.address.startswith("http"):
+        if self.address != "auto" and (wrong := _sockets.address_problem(self.address.removeprefix("ray://"))):
             remedy = "use auto, HOST:6379 or ray://HOST:10001; ray job submit takes http"
-            raise LaunchError(f"--address is not that of a Ray cluster; {remedy}. Received: {self.address!r}")
-        values = self.worker_resources.values()
-        misspelt = [name for name in self.worker_resources if name not in _OPTIONS and name.upper() in ("CPU", "GPU")]
-        if not any(values) or not all(type(value) in (int, float) and value >= 0 for value in values) or misspelt:
+            raise LaunchError(f"--address {wrong[0]}; {remedy}. Received: {self.address!r}")
+        worker = json_object("resources_per_worker", self.resources_per_worker)
+        misspelt = [name for name in worker if name not in _OPTIONS and name.upper() in ("CPU", "GPU")]
+        are_numbers = all(type(value) in (int, float) and value >= 0 for value in worker.values())
+        if misspelt or not are_numbers or not any(worker.values()):
             raise LaunchError(
                 '--resources_per_worker must be numbers by name, not all 0, such as {"CPU": 2, "GPU": 1}. Received: '
                 f"{self.resources_per_worker}"
             )
-
-    @property
-    def worker_resources(self) -> dict[str, float]:
-        """Ray's resources of each worker."""
-        return _object("resources_per_worker", self.resources_per_worker)
-
-    @property
-    def bundles(self) -> list[dict[str, float]]:
-        """Resources of each of the shape's tasks, without zeros."""
-        worker = {name: value for name, value in self.worker_resources.items() if value}
-        computing = set(self.shape.computing)
-        return [worker if task in computing else {"CPU": 1} for task in self.shape.tasks]
-
-
-def _object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        example = '{"pip": ["scikit-learn"]}' if flag == "runtime_env" else '{"CPU": 1}'
-        raise LaunchError(f"--{flag} is no JSON object; write it as --{flag}='{example}'. Received: {text}")
-    return found
+        worker = {name: value for name, value in worker.items() if value}  # Ray refuses zeros.
+        bundles = [worker if task in self.shape.computing else {"CPU": 1} for task in self.shape.tasks]
+        object.__setattr__(self, "bundles", bundles)
 
 
 def plan(job: RayJob, dropped: Collection[str] = ()) -> Request:
@@ -187,26 +172,25 @@ class TaskActor:
 class Actors:
     """Starts the tasks of a job, each in an actor of its own, in its bundle of the job's placement group.
 
-    Args:
-      job: the job.
-
     Attributes:
-      addresses: addresses by attempt and stand-in, as the actors report them.
-      waiting: bundle of each task that waits for its actor, and the time since then.
+      job: the job.
+      addresses: for each attempt the addresses by stand-in, as the actors report them.
+      waiting: bundle of each task that waits for its actor.
     """
 
     def __init__(self, job: RayJob) -> None:
         self.job = job
-        self.addresses: dict[tuple[str, str], str] = {}
-        self.waiting: dict[str, tuple[int, float]] = {}
+        self.addresses: dict[str, dict[str, str]] = {}
+        self.waiting: dict[str, int] = {}
         self._over = threading.Event()
         self._group = _ray().util.placement_group(job.bundles, strategy=job.strategy)
         threading.Thread(target=self._say_missing, name="tfdist waiting", daemon=True).start()
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None) -> tuple[socket.socket, RayTask]:
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None) -> tuple[Any, RemoteTask]:
         """Starts a task. See `processes.Start`."""
         task = RayTask(self, name, command[1:], env or {})
-        return task.control, task
+        guard = RemoteTask(name, task.follow, task.pass_on, remote.HEARTBEAT_SECS)
+        return guard.control, guard
 
     def create(self, name: str, bundle: int) -> Any:
         """Returns an actor, which starts once its bundle has its resources."""
@@ -215,14 +199,13 @@ class Actors:
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, bundle)
         # One thread each, so that what is written or read keeps its order.
         actor = ray.remote(max_restarts=0, concurrency_groups={"input": 1, "output": 1})(TaskActor)
-        self.waiting[name] = bundle, time.monotonic()
+        self.waiting[name] = bundle
         return actor.options(**{"num_cpus": 0, **known}, resources=more, scheduling_strategy=place).remote(name)
 
     def _say_missing(self) -> None:
         ray = _ray()
         while not self._over.wait(_WAITING_SECS):
-            since = time.monotonic() - _WAITING_SECS / 2
-            waits = {name: bundle for name, (bundle, secs) in sorted(self.waiting.items()) if secs < since}
+            waits = dict(sorted(self.waiting.copy().items()))
             with contextlib.suppress(ray.exceptions.RayError):
                 placed = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
                 wanted = {name: self.job.bundles[bundle] for name, bundle in waits.items() if not placed.get(bundle)}
@@ -241,63 +224,48 @@ def missing(wanted: Mapping[str, Mapping[str, float]], total: Mapping[str, float
     """Returns the line about tasks that wait for resources; `total` and `free` are those of the cluster."""
     sums = {name: sum(each.get(name, 0) for each in wanted.values()) for each in wanted.values() for name in each}
     lacks = [
-        f"{name} {count - free.get(name, 0):g} ({free.get(name, 0):g} of {total.get(name, 0):g} free, {count:g} asked)"
+        f"{name} {count - have:g} ({have:g} of {total.get(name, 0):g} free, {count:g} asked)"
         for name, count in sums.items()
-        if count > free.get(name, 0)
+        if (have := free.get(name, 0)) < count
     ]
     what = f"missing are {', '.join(lacks)}" if lacks else "enough is free, but not on nodes as --strategy asks"
-    is_too_much = any(count > total.get(name, 0) for name, count in sums.items())
-    remedy = "join, or use less of --num_workers or --resources_per_worker" if is_too_much else "join or jobs end"
-    return f"{', '.join(wanted)} wait for resources: {what}; they start as nodes {remedy}"
+    return f"{', '.join(wanted)} wait for resources: {what}; they start as nodes join or jobs end, or ask for less"
 
 
 class RayTask:
-    """A task in an actor, in place of the guard of a local task: with its output, and what `guard.py` reports.
-
-    Attributes:
-      control: takes signals, and reports the end of the task.
-      stdout: standard output of the task.
-      stderr: standard error of the task.
-    """
+    """A task in an actor. See `RemoteTask`."""
 
     def __init__(self, actors: Actors, name: str, script: Sequence[str], env: Mapping[str, str]) -> None:
         self._actors, self._name, self._script, self._env = actors, name, script, env
-        self._signum = 0
-        self._killed_secs = math.inf
-        self._is_running = False
+        self._notices = Reader(env.get(NOTICES_VARIABLE))
+        self._is_running, self._signum, self._killed_secs = False, 0, math.inf
         self._actor: Any = None
-        self.control, self._control = socket.socketpair()
-        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
-        self.stdout, self.stderr = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
-        self._outputs = {1: os.fdopen(to_out, "wb"), 2: os.fdopen(to_err, "wb")}
-        self._thread = threading.Thread(target=self._run, name=f"tfdist actor of {name}", daemon=True)
-        self._thread.start()
-        threading.Thread(target=self._forward, name=f"tfdist signals to {name}", daemon=True).start()
 
-    def wait(self) -> int:
-        """Waits until the task has ended. Its exit code was reported before."""
-        self._thread.join()
-        return 0
-
-    def _run(self) -> None:
+    def follow(self, outputs: Mapping[int, BinaryIO]) -> int:
+        """Runs the task; returns its exit code."""
+        self._outputs = outputs
         try:
-            code = self._follow()
+            return self._follow()
         except InterruptedError:
-            code = -self._signum
+            return -self._signum
         except Exception as error:  # Ray's are of several kinds.
-            code = remote.LOST_EXIT_CODE
             self._say(f"the actor of {self._name} is lost: {_reason(error)}")
-        self._actors.waiting.pop(self._name, None)
-        with contextlib.suppress(Exception):
-            _ray().kill(self._actor)
-        for each in self._outputs.values():
-            each.close()
-        with contextlib.suppress(OSError):
-            self._control.send(f"exit {code}\ndone\n".encode())
-            self._control.shutdown(socket.SHUT_RDWR)
+            return remote.LOST_EXIT_CODE
+        finally:
+            self._actors.waiting.pop(self._name, None)
+            with contextlib.suppress(Exception):
+                _ray().kill(self._actor)
+
+    def pass_on(self, signums: bytes) -> None:
+        """Sends signals and notices to the task."""
+        self._signum = signums[-1] or self._signum
+        if signal.SIGKILL in signums:
+            self._killed_secs = min(self._killed_secs, time.monotonic() + _KILLED_SECS)
+        if self._is_running:
+            lines = (bytes([remote.NOTICE]) + line.encode() + b"\n" for line in self._notices.new_lines())
+            self._input(signums + b"".join(lines))
 
     def _follow(self) -> int:
-        """Runs the task; returns its exit code."""
         job, bundle = self._actors.job, int(self._env[_BUNDLE_VARIABLE])
         self._actor = self._actors.create(self._name, bundle)
         directory, files = job.directory or ".", [] if self._script[0] == "-m" else [self._script[0]]
@@ -318,26 +286,22 @@ class RayTask:
             parts, code = self._get(self._actor.read.options(concurrency_group="output").remote())
             for number, data in parts:
                 self._outputs[number].write(data)
-                self._outputs[number].flush()
         return requests.shell_code(code)
 
     def _with_addresses(self, own: str, host: str, port: int) -> dict[str, str]:
-        """Returns the task's environment with the addresses of all members, once all have one.
-
-        Raises:
-          OSError: a task that is started again alone has another address than the others know.
-        """
-        variable, attempt, addresses = SENT_PREFIX + "TF_CONFIG", self._env["TFDIST_ATTEMPT"], self._actors.addresses
-        known = addresses.setdefault((attempt, own), f"{host}:{port}").rpartition(":")[0]
-        if known != host:
+        """Returns the task's environment with the addresses of all members, once all have one."""
+        variable, attempt = SENT_PREFIX + "TF_CONFIG", self._env["TFDIST_ATTEMPT"]
+        addresses = self._actors.addresses.setdefault(attempt, {})
+        known = addresses.setdefault(own, f"{host}:{port}").rpartition(":")[0]
+        if known != host:  # It was started again alone.
             raise OSError(f"it is on {host} now, and the others know {known}; only a start of all tasks mends it")
         config = self._env[variable]
         for stand_in in map(_stand_in, self._actors.job.shape.tasks):
             if f'"{stand_in}"' in config:
-                while (attempt, stand_in) not in addresses:
+                while stand_in not in addresses:
                     self._check()
                     time.sleep(_LOOK_SECS)
-                config = config.replace(f'"{stand_in}"', f'"{addresses[attempt, stand_in]}"')
+                config = config.replace(f'"{stand_in}"', f'"{addresses[stand_in]}"')
         return {**self._env, variable: config}
 
     def _get(self, reference: Any) -> Any:
@@ -350,26 +314,6 @@ class RayTask:
         """Raises an InterruptedError if a signal has ended the task before its start, or SIGKILL seems lost."""
         if time.monotonic() > self._killed_secs or (self._signum and not self._is_running):
             raise InterruptedError
-
-    def _forward(self) -> None:
-        """Forwards signals and notices to the task, and a zero byte when there are none."""
-        notices = Reader(self._env.get(NOTICES_VARIABLE))
-        self._control.settimeout(remote.HEARTBEAT_SECS)
-        data = b"-"
-        while data:
-            try:
-                data = self._control.recv(4096)
-                self._signum = data[-1] if data else self._signum
-            except TimeoutError:
-                data = b"\0"
-            except OSError:
-                break
-            if signal.SIGKILL in data:
-                self._killed_secs = min(self._killed_secs, time.monotonic() + _KILLED_SECS)
-            if self._is_running:
-                lines = (bytes([remote.NOTICE]) + line.encode() + b"\n" for line in notices.new_lines())
-                self._input(data + b"".join(lines))
-        self._control.close()
 
     def _say(self, *lines: str) -> None:
         self._outputs[2].write("".join(f"{_log.PREFIX}{line}\n" for line in lines).encode())
@@ -420,10 +364,10 @@ def run(*command: str, **options: object) -> None:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = shape.job_from_flags(RayJob, values, command)
-    runtime_env = _object("runtime_env", job.runtime_env)
+    runtime_env = json_object("runtime_env", job.runtime_env)
     logs = command_line.from_settings(LogSettings, values)
     if job.copy:
-        check_command(job.command)
+        requests.check_command(job.command)
         runtime_env["working_dir"] = str(pathlib.Path.cwd())
     return command_line.submit_or_show(values, plan(job), lambda: _submit(job, runtime_env, logs))
 
@@ -439,12 +383,14 @@ def _submit(job: RayJob, runtime_env: Mapping[str, Any], logs: LogSettings) -> i
         )
     try:
         if not was_connected:
-            options = {"log_to_driver": False, "logging_level": logging.ERROR}
-            ray.init(address=job.address, runtime_env=runtime_env or None, **options)
+            head = job.address.removeprefix("ray://")
+            if head != "auto" and (error := _sockets.connection_error(head, _CONNECT_SECS)):
+                raise error  # Ray itself would try for minutes.
+            ray.init(job.address, runtime_env=runtime_env or None, log_to_driver=False, logging_level=logging.ERROR)
         if not job.directory and not ray.get_runtime_context().runtime_env.get("working_dir"):
             job = dataclasses.replace(job, directory=str(pathlib.Path.cwd()))
         actors = Actors(job)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # Of the connection, of Ray and of an unknown host.
         raise LaunchError(
             f"Ray refuses the job: {_reason(error)}; start a cluster with `ray start --head`, or name one. Received: "
             f"--address={job.address}"

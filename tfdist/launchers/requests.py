@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -75,6 +77,18 @@ def read_file(name: str, path: str, remedy: str = "name a file that exists") -> 
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise LaunchError(f"{name} can't be read: {problem}; {remedy}. Received: {path!r}") from None
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """Returns the JSON object that is the value of a flag.
+
+    Raises:
+      LaunchError: it is none.
+    """
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise LaunchError(f"--{flag} is no JSON object; write it as --{flag}='{{\"NAME\": VALUE}}'. Received: {text}")
 
 
 def make_folder(name: str, folder: pathlib.Path) -> None:

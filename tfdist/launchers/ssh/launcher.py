@@ -144,14 +144,12 @@ def preflight(job: SshJob) -> list[str]:
       LaunchError: a host can't be used.
     """
     tools.find_tool("ssh", "install an OpenSSH client")
-    asked: dict[str, dict[str, object]] = {}
+    asked: dict[str, dict[str, Any]] = {}
     files = [] if job.command[0] == "-m" else [job.command[0]]
     for task, (host, slot) in job.places.items():
         entry = asked.setdefault(host.login, {"directory": job.directory, "files": files, "ports": [], "gpus": 0})
-        ports, gpus = entry["ports"], entry["gpus"]
-        if isinstance(ports, list) and isinstance(gpus, int):
-            ports.extend([job.port + slot] if task in job.shape.members else [])
-            entry["gpus"] = gpus + (job.gpus_per_worker or 0) * (task in job.shape.computing)
+        entry["ports"] += [job.port + slot] if task in job.shape.members else []
+        entry["gpus"] += (job.gpus_per_worker or 0) * (task in job.shape.computing)
     return check_hosts(asked, job.python, job.ssh, versions(), job.preflight_secs, job.setup)
 
 

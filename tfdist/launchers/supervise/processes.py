@@ -298,6 +298,51 @@ def start_guard(
     return ours, guard
 
 
+class RemoteTask:
+    """A task elsewhere, which two threads of this process follow in place of a guard. See `Start`.
+
+    Args:
+      name: name of the task.
+      follow: runs the task, and writes its output to the files that it gets by descriptor; returns the exit code.
+      pass_on: sends signals to the task, a byte for each; called with a zero byte after `beat_secs` without any.
+      beat_secs: see `pass_on`.
+    """
+
+    def __init__(self, name: str, follow: Callable[..., int], pass_on: Callable[..., Any], beat_secs: float) -> None:
+        self._follow, self._pass_on = follow, pass_on
+        self.control, self._control = socket.socketpair()
+        self._control.settimeout(beat_secs)
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        self.stdout, self.stderr = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
+        self._outputs = {1: os.fdopen(to_out, "wb", 0), 2: os.fdopen(to_err, "wb", 0)}
+        self._thread = threading.Thread(target=self._run, name=f"tfdist task {name}", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._forward, name=f"tfdist signals to {name}", daemon=True).start()
+
+    def wait(self) -> int:
+        """Waits until the task has ended. Its exit code was reported before."""
+        self._thread.join()
+        return 0
+
+    def _run(self) -> None:
+        code = self._follow(self._outputs)
+        for each in self._outputs.values():
+            each.close()
+        with contextlib.suppress(OSError):
+            self._control.send(f"exit {code}\ndone\n".encode())
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    def _forward(self) -> None:
+        signums = b"\0"
+        with self._control, contextlib.suppress(ConnectionError):
+            while signums:
+                self._pass_on(signums)
+                try:
+                    signums = self._control.recv(4096)
+                except TimeoutError:
+                    signums = b"\0"
+
+
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 1 << 16)
