@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -63,7 +64,9 @@ def missing() -> str:
 def cluster(num_nodes: int = 3, *flags: str) -> Iterator[RayCluster]:
     """A cluster, whose processes end with the block."""
     command = [sys.executable, __file__, str(num_nodes), *flags]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+    # Ray lowers the priority of its workers by default: on a busy machine they would hardly run.
+    env = {**os.environ, "RAY_worker_niceness": "0"}
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env) as process:
         try:
             yield RayCluster(process)
         finally:

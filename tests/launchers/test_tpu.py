@@ -24,6 +24,7 @@ ODD = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
 )
 def test_hosts_of_a_type(name, hosts, capsys):
     assert job(accelerator_type=name, create=False).num_hosts == hosts
+    assert job(accelerator_type="v6e-8").version == "v2-alpha-tpuv6e"
     assert ("is not known here: taken as one host" in capsys.readouterr().err) == name.startswith("v99")
 
 
@@ -35,7 +36,7 @@ def test_hosts_of_a_type(name, hosts, capsys):
             {"accelerator_type": "v99-512"},
             "--accelerator_type begins with none of v2, v3, v4, v5p, v5litepod, v6e; make",
         ),
-        ({"accelerator_type": "v4-32"}, "--version is no runtime for 4 hosts; use tpu-vm-tf-VERSION-pod-pjrt"),
+        ({"accelerator_type": "v6e-16"}, "--version is no runtime for 4 hosts; use tpu-vm-tf-VERSION-pod-pjrt"),
     ],
 )
 def test_job_without_zone_or_runtime_is_refused(options, words):

@@ -69,9 +69,6 @@ _READ_SECS = 5.0
 class RayJob(SupervisedJob):
     """A job on a Ray cluster.
 
-    Attributes:
-      bundles: resources of each of the shape's tasks, without zeros.
-
     Raises:
       LaunchError: a value is out of range.
     """
@@ -84,6 +81,7 @@ class RayJob(SupervisedJob):
     copy: bool = setting(False, "send the current directory to the nodes, as Ray's working_dir")
     directory: str = setting("", "working directory on the nodes; by default what --copy sent, else the current one")
     runtime_env: str = setting("{}", 'Ray\'s runtime environment, such as \'{"pip": ["scikit-learn"]}\'')
+    # Resources of each of the shape's tasks.
     bundles: list[dict[str, float]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,8 +148,8 @@ class TaskActor:
         self._outputs = selectors.DefaultSelector()
         for number, stream in ((1, self._child.stdout), (2, self._child.stderr)):
             self._outputs.register(stream.fileno(), selectors.EVENT_READ, number)
-        host = _ray().util.get_node_ip_address()
-        return {"host": host, "port": self._reserved.ports[0], **remote.probe(asked)}
+        port = self._reserved.ports[0]
+        return {"host": _ray().util.get_node_ip_address(), "port": port, **remote.probe(asked)}
 
     def write(self, data: bytes) -> None:
         """Writes to the child process: its task, then signals and notices."""
@@ -408,11 +406,7 @@ def _submit(job: RayJob, runtime_env: Mapping[str, Any], logs: LogSettings) -> i
 
 
 def _ray() -> Any:
-    """Returns the package, which only this launcher needs.
-
-    Raises:
-      LaunchError: Ray is not installed.
-    """
+    """Returns the package, which only this launcher needs."""
     try:
         return importlib.import_module("ray")
     except ImportError:

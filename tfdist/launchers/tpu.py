@@ -31,6 +31,8 @@ _GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 _CREATE_TIMEOUT_SECS = 3600.0
 # Number in the type of a TPU with one host, and for each of several hosts.
 _ONE_HOST, _SEVERAL = 8, {"v2": 8, "v3": 8, "v4": 8, "v5p": 8, "v5litepod": 4, "v6e": 4}
+# Runtimes without a framework. Source: Google's page "TPU software versions".
+_RUNTIMES = {"v5litepod": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5", "v6e": "v2-alpha-tpuv6e"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,9 @@ class TpuJob:
     accelerator_type: str = setting("", "such as v4-8")
     zone: str = setting("", "zone of the TPU")
     project: str = setting("", "project; by default the current one of gcloud")
-    version: str = setting("tpu-ubuntu2204-base", "runtime; for several hosts, one with TensorFlow's TPU server")
+    version: str = setting(
+        "", "runtime; for several hosts, one with TensorFlow's TPU server; by default that of the type"
+    )
     name: str = setting("tfdist", "name of the TPU")
     create: bool = setting(True, "make the TPU first")
     delete: bool = setting(False, "delete the TPU at the end, whatever happens")
@@ -62,14 +66,16 @@ class TpuJob:
         for flag, example in (("accelerator_type", "v4-8"), ("zone", "us-central2-b")):
             if not getattr(self, flag):
                 raise LaunchError(f"--{flag} is missing; write it, such as --{flag}={example}. Received: nothing")
-        known = ", ".join(_SEVERAL)
-        if self.accelerator_type.rpartition("-")[0] not in _SEVERAL:
+        kind = self.accelerator_type.rpartition("-")[0]
+        if kind not in _SEVERAL:
             if self.create:
                 raise LaunchError(
-                    f"--accelerator_type begins with none of {known}; make such a TPU with gcloud, and add --nocreate. "
-                    f"Received: {self.accelerator_type!r}"
+                    f"--accelerator_type begins with none of {', '.join(_SEVERAL)}; make such a TPU with gcloud, and "
+                    f"add --nocreate. Received: {self.accelerator_type!r}"
                 )
             _log.say(f"--accelerator_type={self.accelerator_type} is not known here: taken as one host")
+        if not self.version:
+            object.__setattr__(self, "version", _RUNTIMES.get(kind, "tpu-ubuntu2204-base"))
         if self.num_hosts > 1 and self.create and "-pod" not in self.version:
             raise LaunchError(
                 f"--version is no runtime for {self.num_hosts} hosts; use tpu-vm-tf-VERSION-pod-pjrt for your "

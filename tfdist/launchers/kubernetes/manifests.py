@@ -214,14 +214,13 @@ def _template(pods: Pods, role: str, command: tuple[str, ...]) -> dict[str, Any]
         # As PodSecurity's level "restricted" asks, but for the user, which is the image's.
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
+    resources = {"requests": {**asked, **accelerators}, "limits": accelerators}
     optional = {
         "workingDir": pods.working_dir,
-        "resources": {"requests": {**asked, **accelerators}, "limits": accelerators} if asked or accelerators else {},
+        "resources": {key: value for key, value in resources.items() if value},
         "volumeMounts": mounts,
     }
     container |= {key: value for key, value in optional.items() if value}
-    if not accelerators:
-        container.get("resources", {}).pop("limits", None)
     spec: dict[str, Any] = {"subdomain": pods.name, "restartPolicy": "Never"}
     spec |= {"terminationGracePeriodSeconds": pods.grace_period_secs, "enableServiceLinks": False}
     spec |= {"automountServiceAccountToken": False, "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}}}
