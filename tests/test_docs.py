@@ -35,7 +35,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _NAME = re.compile(r"\btfdist((?:\.[A-Za-z_]\w*)+)")
 _MAKE = re.compile(r"^(?:```\n)?make ([a-z-]+)|`make ([a-z-]+)", re.MULTILINE)
-_COMMANDS = r"pip|python|tfdist|tensorboard|ray|export|sudo|unshare|[A-Z_]+=.*"
+_COMMANDS = r"pip|python|tfdist|tensorboard|ray|gcloud|export|sudo|unshare|[A-Z_]+=.*"
 _FLAG = re.compile(r"^\| `--(\w+)", re.MULTILINE)
 _PATH = re.compile(r"`([\w.-]+/[\w./-]*)`")
 _ARCHITECTURE = ROOT / "docs" / "architecture.md"

@@ -64,8 +64,7 @@ def missing() -> str:
 def cluster(num_nodes: int = 3, *flags: str) -> Iterator[RayCluster]:
     """A cluster, whose processes end with the block."""
     command = [sys.executable, __file__, str(num_nodes), *flags]
-    # Ray lowers the priority of its workers by default: on a busy machine they would hardly run.
-    env = {**os.environ, "RAY_worker_niceness": "0"}
+    env = {**os.environ, "RAY_worker_niceness": "0"}  # By default 15, at which they would hardly run on a busy machine.
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env) as process:
         try:
             yield RayCluster(process)

@@ -56,18 +56,17 @@ _BUNDLE_VARIABLE = "TFDIST_RAY_BUNDLE"
 # Ray's names of resources that are options of an actor.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 _LOOK_SECS = 0.2
-_CONNECT_SECS = 5.0
 # Interval of the lines about resources that are missing.
 _WAITING_SECS = 10.0
 # Time for an actor to report the end of a task after SIGKILL, before it is given up.
 _KILLED_SECS = 3.0
-# A call for output that returns without any tells the driver that the actor is there.
-_READ_SECS = 5.0
+# Time for a cluster to answer, and for a call for output, which without any shows that the actor is there.
+_ANSWER_SECS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class RayJob(SupervisedJob):
-    """A job on a Ray cluster.
+    """A job on a Ray cluster, where each of its tasks has a bundle of resources.
 
     Raises:
       LaunchError: a value is out of range.
@@ -81,7 +80,6 @@ class RayJob(SupervisedJob):
     copy: bool = setting(False, "send the current directory to the nodes, as Ray's working_dir")
     directory: str = setting("", "working directory on the nodes; by default what --copy sent, else the current one")
     runtime_env: str = setting("{}", 'Ray\'s runtime environment, such as \'{"pip": ["scikit-learn"]}\'')
-    # Resources of each of the shape's tasks.
     bundles: list[dict[str, float]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,8 +146,7 @@ class TaskActor:
         self._outputs = selectors.DefaultSelector()
         for number, stream in ((1, self._child.stdout), (2, self._child.stderr)):
             self._outputs.register(stream.fileno(), selectors.EVENT_READ, number)
-        port = self._reserved.ports[0]
-        return {"host": _ray().util.get_node_ip_address(), "port": port, **remote.probe(asked)}
+        return {"host": _ray().util.get_node_ip_address(), "port": self._reserved.ports[0], **remote.probe(asked)}
 
     def write(self, data: bytes) -> None:
         """Writes to the child process: its task, then signals and notices."""
@@ -160,7 +157,7 @@ class TaskActor:
     def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
         """Waits for output of the task, and returns it by descriptor; with the last of it, the exit code."""
         parts = []
-        for key, _ in self._outputs.select(_READ_SECS):
+        for key, _ in self._outputs.select(_ANSWER_SECS):
             parts.append((key.data, os.read(key.fd, 1 << 16)))
             if not parts[-1][1]:
                 self._outputs.unregister(key.fileobj)
@@ -382,7 +379,7 @@ def _submit(job: RayJob, runtime_env: Mapping[str, Any], logs: LogSettings) -> i
     try:
         if not was_connected:
             head = job.address.removeprefix("ray://")
-            if head != "auto" and (error := _sockets.connection_error(head, _CONNECT_SECS)):
+            if head != "auto" and (error := _sockets.connection_error(head, _ANSWER_SECS)):
                 raise error  # Ray itself would try for minutes.
             ray.init(job.address, runtime_env=runtime_env or None, log_to_driver=False, logging_level=logging.ERROR)
         if not job.directory and not ray.get_runtime_context().runtime_env.get("working_dir"):
