@@ -291,11 +291,12 @@ class Console:
 
     Args:
       on_broken_pipe: called once when the output's reader has closed the pipe.
+      has_colours: False for output that a batch system writes to a file, though it gives tasks a terminal.
     """
 
-    def __init__(self, on_broken_pipe: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_broken_pipe: Callable[[], None] | None = None, has_colours: bool = True) -> None:
         self._lock = threading.Lock()
-        self._on_broken_pipe = on_broken_pipe
+        self._on_broken_pipe, self._has_colours = on_broken_pipe, has_colours
         self.broken = False
 
     def write(self, prefix: str, lines: Iterable[str], error: bool = False, number: int | None = None) -> None:
@@ -304,7 +305,7 @@ class Console:
         The user may have disabled colours (https://no-color.org).
         """
         stream = sys.stderr if error else sys.stdout
-        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        is_plain = not self._has_colours or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         if number is not None and stream and stream.isatty() and not is_plain:
             prefix = f"\x1b[{_PREFIX_COLOURS[number % len(_PREFIX_COLOURS)]}m{prefix}\x1b[0m"
         text = "".join(f"{prefix}{line}\n" for line in lines)
