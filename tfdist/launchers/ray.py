@@ -323,7 +323,7 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if any("No module named" in line for line in lines):
         return f'{lines[-1]}; install it on the nodes, or name a wheel by --runtime_env=\'{{"pip": ["URL"]}}\''
-    return lines[-1].partition(" There are some potential")[0][:300]
+    return lines[-1].partition(" There are some potential")[0][:300].rstrip(".")
 
 
 def define_flags(values: flags.FlagValues) -> None:
