@@ -45,6 +45,11 @@ class Examples(keras.metrics.Metric):
         return tf.convert_to_tensor(self.count)
 
 
+def wide() -> keras.Model:
+    """A model whose gradients are too large to be sent before the policy accepts them."""
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(6000, "relu"), keras.layers.Dense(1)])
+
+
 def at_next_push(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> list[int]:
     """Calls a function when the last worker next sends a gradient; returns a list that is empty from then on."""
     arrive, waiting = round_runner.RoundRunner.arrive, [LAST]
@@ -81,7 +86,7 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
     before = strategy.report()
     with strategy.scope():
         metrics = [Examples()]
-    model = compiled(strategy, metrics=metrics)
+    model = compiled(strategy, wide, metrics=metrics)
     logs = Logs()
     history = fit(model, logs)
     assert straggler.held.is_set()
@@ -103,7 +108,7 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
         assert epochs < 20
     assert after.updates - before.updates == epochs * 12
     assert sum(after.accepted.values()) - sum(before.accepted.values()) == epochs * 12 * 3
-    # What is dropped does not cross the network.
+    # A large gradient that is dropped does not cross the network.
     assert len(pushed) == epochs * 12 * 3
 
 
@@ -126,7 +131,7 @@ def test_a_worker_killed_while_it_pushes_is_not_counted(
     with_spares: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = with_spares(1)
-    model = compiled(strategy, metrics=None)
+    model = compiled(strategy, wide, metrics=None)
     waiting = at_next_push(monkeypatch, lambda: tfdist.testing.kill(strategy, f"worker:{LAST}"))
     before = strategy.report()
     losses = fit(model, epochs=2)["loss"]
@@ -142,7 +147,7 @@ def test_a_gradient_that_is_not_delivered_is_given_up(
 ) -> None:
     """A worker that is stopped in the middle of a push, neither dead nor alive."""
     strategy = with_spares(1)
-    model = compiled(strategy)
+    model = compiled(strategy, wide)
     # What is traced later is made known to all tasks, and that waits for one that is stopped; so does forgetting the
     # functions of models that earlier checks have left.
     fit(model)

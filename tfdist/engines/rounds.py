@@ -14,7 +14,8 @@ How an update flows:
       update  ------------------------------------------------------------------->  add up, apply
       logs  <---------------------------------------------------------------------
 
-Only control traffic and the logs cross the chief. A late gradient is not sent: it stays on its worker.
+Only control traffic and the logs cross the chief. A late gradient is not sent: it stays on its worker. Small gradients
+are sent by `contribute`, late or not, and `push` makes no call: a call costs more than they do.
 
 Ownership: `RoundRunner` owns the policy and its lock. A worker's thread belongs to the coordinator, which detects the
 loss of the worker. A closure of this engine *resides* in the thread, and returns it as soon as another function is
@@ -70,7 +71,7 @@ from tfdist.transforms import ARRIVAL
 from tfdist.transport.bundles import Bundles
 
 # A time that a worker has measured is fetched so often: it takes a round trip on the way of a step.
-_SAMPLE_SECS = 0.05
+_SAMPLE_SECS = 0.25
 # The context of an update in which all workers take part.
 _WHOLE = contextlib.nullcontext()
 
@@ -319,7 +320,8 @@ class RoundEngine(Engine):
 # Traced functions of a train step whose gradients are aggregated on the parameter servers.
 #
 #     contribute    on a worker                    reads the variables, computes; the result stays there
-#     push          worker to parameter servers    each gradient to the server of its variable; the result stays there
+#     push          worker to parameter servers    each gradient to the server of its variable; the result stays there.
+#                                                  Of small gradients `contribute` does it
 #     update        on the parameter servers       adds up what was pushed, and applies it
 #
 # They exchange handles: the chief's references to remote tensors. Gradients are summed only after the policy has chosen
@@ -343,7 +345,8 @@ class RoundStep:
 
     Attributes:
       contribute: the traced function of `contribute_next`.
-      push: sends a contribution from its worker, the default device, to the parameter servers.
+      push: sends a contribution from its worker, the default device, to the parameter servers; returns one that
+        `contribute` has sent.
       rebuild: packs flat logs into what Keras' step returns.
     """
 
@@ -379,6 +382,7 @@ class RoundStep:
         self._is_weighted = is_weighted
         self._template: ReplicaContribution | None = None
         self._bundles: Bundles | encoding.EncodedBundles | None = None
+        self._sends_at_once = False
         self._rows = RowPieces([], [])
         self._home = ""
         self._from_batch: Callable[..., Any] | None = None
@@ -388,7 +392,7 @@ class RoundStep:
         )
         scope_checks.check_graph(step, self.contribute)
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[: -1 - self._marks_end]]
-        self.push = self._trace(self._to_servers, self._specs)
+        self.push = _sent if self._sends_at_once else self._trace(self._to_servers, self._specs)
         if self._encoding is not None:
             self.push = functools.partial(_push_encoded, self._encoding, self.push)
         self._packing = Packing()
@@ -480,7 +484,8 @@ class RoundStep:
     def _contribute(self, element: Any) -> list[tf.Tensor]:
         batch, total = element if self._has_totals else (element, None)
         with tf.device(self._strategy.extended.worker_devices[0]):
-            return self._step.unless_empty(self._strategy, self._computed, self._packed, batch, total)
+            computed = self._step.unless_empty(self._strategy, self._computed, self._packed, batch, total)
+        return self._to_servers(*computed) if self._sends_at_once else computed
 
     def _packed(self, contribution: ReplicaContribution) -> list[tf.Tensor]:
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
@@ -513,6 +518,7 @@ class RoundStep:
         destinations = self._destinations(contribution)
         if self._encoding is None:
             self._bundles = self._transfer.bundles(flat, destinations, replicas.homes_of(self._strategy, flat))
+            self._sends_at_once = self._bundles.are_small
             return
         groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices)
         self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
@@ -567,6 +573,10 @@ class RoundStep:
 
     def _pack(self, flat: Sequence[tf.Tensor]) -> ReplicaContribution:
         return tf.nest.pack_sequence_as(self._template, self._bundles.unpack(flat), expand_composites=True)
+
+
+def _sent(*contribution: tf.Tensor) -> list[tf.Tensor]:
+    return [*contribution]
 
 
 def _push_encoded(counted: encoding.Encoding, push: Callable[..., Any], *contribution: tf.Tensor) -> list[tf.Tensor]:

@@ -48,6 +48,12 @@ class Bundles:
         self.devices = [device for device, _, _ in groups]
         self._origins = [origin for _, origin, _ in groups]
 
+    @property
+    def are_small(self) -> bool:
+        """True if to send all of them costs about as much as the call that asks for it."""
+        sizes = [shape.num_elements() for shape in self._shapes]
+        return None not in sizes and sum(sizes) <= _SMALL
+
     def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The bundles of these tensors; each goes to the device in `devices` of the same index."""
         packed = []

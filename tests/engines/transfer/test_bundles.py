@@ -40,3 +40,10 @@ def test_large_unknown_and_scattered_tensors_travel_alone() -> None:
     assert bundles.devices == ["a", "a", "a", "b"]
     packed = bundles.pack([tf.zeros([_SMALL + 1]), tf.ones([5]), tf.ones([2]), tf.zeros([2]), tf.fill([2], 7.0)])
     assert [tensor.shape[0] for tensor in packed] == [_SMALL + 1, 5, 4, 2]
+
+
+def test_are_small_only_all_together() -> None:
+    half = tf.TensorSpec([_SMALL // 2], tf.float32)
+    assert Bundles([half, half], [CPU] * 2).are_small
+    assert not Bundles([half, half, tf.TensorSpec([1], tf.int64)], [CPU] * 3).are_small
+    assert not Bundles([tf.TensorSpec([None], tf.float32)], [CPU]).are_small
