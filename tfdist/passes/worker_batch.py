@@ -178,22 +178,6 @@ def _convert(value: WorkerBatch, dtype: Any = None, name: str | None = None, as_
 tf.register_tensor_conversion_function(WorkerBatch, _convert)
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    def operate(self: WorkerBatch, *others: Any) -> Any:
-        value = tf.convert_to_tensor(self)
-        return getattr(value, name)(*others)
-
-    operate.__name__ = name
-    return operate
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    for _side in ("", "r"):
-        setattr(WorkerBatch, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
-for _name in ("neg", "abs", "lt", "le", "gt", "ge", "float", "int", "bool"):
-    setattr(WorkerBatch, f"__{_name}__", _operator(f"__{_name}__"))
-
-
 def kind_of(engine: Any, element_spec: Any, marks_end: bool = False, has_totals: bool = False) -> HandleKind:
     """Returns the kind of the handles of whole batches.
 
