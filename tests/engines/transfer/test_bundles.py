@@ -22,7 +22,7 @@ def test_comes_out_as_it_went_in(specs: list[tuple[tuple[int, ...], str]]) -> No
     tensors = [tf.constant(np.arange(np.prod(shape, dtype=int)).reshape(shape), dtype) for shape, dtype in specs]
     bundles = Bundles(tensors, [CPU] * len(tensors))
     packed = bundles.pack(tensors)
-    assert len(packed) == len({dtype for _, dtype in specs})
+    assert len(packed) == len({dtype for _, dtype in specs}) and bundles.are_small
     for before, after in zip(tensors, bundles.unpack(packed), strict=True):
         assert before.dtype == after.dtype
         np.testing.assert_array_equal(before, after)
@@ -37,13 +37,6 @@ def test_large_unknown_and_scattered_tensors_travel_alone() -> None:
         tf.TensorSpec([2], tf.float32),
     ]
     bundles = Bundles(specs, ["a", "a", "a", "b", "a"])
-    assert bundles.devices == ["a", "a", "a", "b"]
+    assert bundles.devices == ["a", "a", "a", "b"] and not bundles.are_small
     packed = bundles.pack([tf.zeros([_SMALL + 1]), tf.ones([5]), tf.ones([2]), tf.zeros([2]), tf.fill([2], 7.0)])
     assert [tensor.shape[0] for tensor in packed] == [_SMALL + 1, 5, 4, 2]
-
-
-def test_are_small_only_all_together() -> None:
-    half = tf.TensorSpec([_SMALL // 2], tf.float32)
-    assert Bundles([half, half], [CPU] * 2).are_small
-    assert not Bundles([half, half, tf.TensorSpec([1], tf.int64)], [CPU] * 3).are_small
-    assert not Bundles([tf.TensorSpec([None], tf.float32)], [CPU]).are_small
