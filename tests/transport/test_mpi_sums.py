@@ -105,19 +105,29 @@ def small_segments() -> Any:
     mpi._SMALL_BYTES, mpi._SEGMENT_BYTES = before
 
 
-@given(st.integers(1, 5), st.integers(0, 60), st.booleans(), st.sampled_from([np.float32, np.float64, np.int64]))
-def test_all_workers_have_the_same_sum(count: int, length: int, in_place: bool, dtype: Any):
+@given(
+    st.integers(1, 5),
+    st.integers(0, 60),
+    st.booleans(),
+    st.sampled_from([np.float32, np.float64, np.int64]),
+    st.sampled_from(["own", "read-only", "strided"]),
+)
+def test_all_workers_have_the_same_sum(count: int, length: int, in_place: bool, dtype: Any, memory: str):
     generator = np.random.default_rng(length)
-    arrays = [generator.normal(size=length).astype(dtype) * 7 for _ in range(count)]
+    step = 2 if memory == "strided" and count > 1 else 1
+    arrays = [(generator.normal(size=length * step).astype(dtype) * 7)[::step] for _ in range(count)]
     before = [array.copy() for array in arrays]
+    for array in arrays:
+        array.flags.writeable = memory != "read-only" or count == 1
+    in_memory = in_place and (arrays[0].flags.carray or count == 1)
     found = summed(arrays, in_place)
     for one, array, untouched in zip(found, arrays, before, strict=True):
         np.testing.assert_allclose(one, np.sum(before, 0), rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(one, found[0])
         assert one.dtype == dtype
         is_small = array.nbytes <= mpi._SMALL_BYTES and count > 1
-        assert (one is array) == (in_place and not is_small)
-        if not in_place or is_small:
+        assert (one is array) == (in_memory and not is_small)
+        if not in_memory or is_small:
             np.testing.assert_array_equal(array, untouched)
 
 

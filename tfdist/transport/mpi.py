@@ -4,8 +4,8 @@
 How an array is summed. Up to `_SMALL_BYTES` the library's own all-reduce is used. A larger one is cut into a block for
 each worker, and goes twice around a ring of workers. In the first round each block is added up, in the second one all
 get it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Blocks are
-sent in segments: one is added while the next is under way, and is still in the cache when it is sent on. All workers
-have the same sums, bit by bit, because each block is added up in one place.
+sent in segments: one is added while the next is under way. All workers have the same sums, bit by bit, because each
+block is added up in one place.
 
 Nothing here waits within the library. A wait polls for progress, at first at once and then with pauses, so that its
 core is free for workers that compute. It also checks that the others live.
@@ -35,7 +35,9 @@ from tfdist import _forks, _log, _machine
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 
 _SMALL_BYTES = 2**16
-_SEGMENT_BYTES = 2**19
+# Each segment has two waits for another process. Between two processes of one machine a sum of 100 MB took 60 ms of CPU
+# time by segments of 512 KiB, 32 ms by those of 4 MiB, and as long by larger ones.
+_SEGMENT_BYTES = 2**22
 _TAG = 1
 # Marks are below it: small enough for a sum of many of them to be exact in any dtype.
 _MARKS = 1021
@@ -80,7 +82,7 @@ class Mpi:
     def sum(self, array: np.ndarray, in_place: bool = False) -> np.ndarray:
         """Returns the sum of the workers' 1-D arrays, which have one size and dtype; in place, or in a new array.
 
-        Small arrays are never summed in place.
+        Small and read-only arrays are never summed in place.
 
         Raises:
           ConnectionError: a worker has ended or failed, or the library reports an error.
@@ -168,7 +170,8 @@ class Mpi:
             self._check_mark(marked[-1], mark, here)
             return marked[:-1]
         self._meet(mark, here)
-        total = array if in_place else np.empty_like(array)
+        array = np.ascontiguousarray(array)
+        total = array if in_place and array.flags.writeable else np.empty_like(array)
         self._sum_in_ring(array, total)
         return total
 
