@@ -64,7 +64,7 @@ def test_constants_that_are_put_together_are_summed_anew_in_each_step(sums: tupl
         np.testing.assert_allclose(one, [0.2, 0.4])
         np.testing.assert_allclose(other, [1.0, 1.0, 1.0])
         assert int(number) == 14
-    assert sums[1].in_place.count(True) == 4
+    assert all(sums[1].in_place)
 
 
 def test_tensors_that_are_put_together_keep_a_known_size(monkeypatch: pytest.MonkeyPatch):
@@ -83,14 +83,23 @@ def test_tensors_that_are_put_together_keep_a_known_size(monkeypatch: pytest.Mon
     assert [shape.as_list() for shape in shapes] == [[11], [None]]
 
 
-def test_a_single_tensor_is_left_as_it_is(sums: tuple[WorkerSums, Doubling]):
-    variable = tf.Variable([1.0, 2.0])
+def test_sums_in_place_change_no_tensor_that_is_used_elsewhere(sums: tuple[WorkerSums, Doubling]):
+    variable, large = tf.Variable(tf.ones([2048])), tf.constant(np.ones(2048, np.float32))
+    column, row = tf.ones([64, 1]), tf.ones([1, 64])
 
     @tf.function
-    def step() -> tf.Tensor:
-        return sums[0].in_step([variable])[0]
+    def step() -> list[tf.Tensor]:
+        # TensorFlow makes one product of two that are equal.
+        product, equal = tf.matmul(column, row), tf.matmul(column, row)
+        given = [product, equal, variable, large, tf.ones([2048])]
+        totals = [sums[0].in_step([each])[0] for each in given]
+        with tf.control_dependencies(totals):
+            return [*totals, tf.identity(product) + 0.0]
 
     for _ in range(3):
-        np.testing.assert_allclose(step(), [2.0, 4.0])
-    np.testing.assert_allclose(variable, [1.0, 2.0])
-    assert not any(sums[1].in_place)
+        *totals, product = step()
+        for total in totals:
+            np.testing.assert_array_equal(total, np.full(total.shape, 2.0))
+        for other in (product, variable, large):
+            np.testing.assert_array_equal(other, np.ones(other.shape))
+    assert all(sums[1].in_place)

@@ -16,23 +16,18 @@ import tensorflow as tf
 BUCKET_BYTES = 2**24
 
 
-def sum_together(
-    tensors: Sequence[tf.Tensor],
-    sum_of: Callable[[tf.Tensor], tf.Tensor],
-    put_together: Callable[[list[tf.Tensor]], tf.Tensor] = lambda flat: tf.concat(flat, 0),
-) -> list[tf.Tensor]:
+def sum_together(tensors: Sequence[tf.Tensor], sum_of: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors over the workers, in one collective for each dtype.
 
     Args:
       tensors: of one shape each on all workers.
       sum_of: sums a 1-D tensor over the workers.
-      put_together: makes one 1-D tensor of several.
     """
     sums: list[Any] = list(tensors)
     for dtype in sorted({tensor.dtype.name for tensor in tensors}):
         chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype.name == dtype]
         flat = [tf.reshape(tensors[index], [-1]) for index in chosen]
-        total = sum_of(flat[0] if len(flat) == 1 else put_together(flat))
+        total = sum_of(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
         sizes = [tensors[index].shape.num_elements() for index in chosen]
         if None in sizes:
             sizes = [tf.size(tensors[index]) for index in chosen]

@@ -152,7 +152,7 @@ class WorkerSums:
         sum_of = functools.partial(self._sum_of, in_step=True)
 
         def sum_in_buckets(chosen: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return buckets.sum_in_buckets(chosen, lambda bucket: buckets.sum_together(bucket, sum_of, _put_together))
+            return buckets.sum_in_buckets(chosen, lambda bucket: buckets.sum_together(bucket, sum_of))
 
         return self._by_part(tensors, sum_in_buckets)
 
@@ -216,17 +216,15 @@ class WorkerSums:
         if sum_array is None:
             by_collectives = collectives.sum_in_step if in_step else collectives.sum_of
             return by_collectives(self._strategy, flat)
-        # No other code holds tensors that were made for the sum in a step.
-        in_place = in_step and not tf.executing_eagerly() and flat.op.type == "ConcatV2"
-        return self._by_function(sum_array, flat, in_place)
+        return self._by_function(sum_array, flat)
 
-    def _by_function(self, sum_array: SumArray, flat: tf.Tensor, in_place: bool) -> tf.Tensor:
+    def _by_function(self, sum_array: SumArray, flat: tf.Tensor) -> tf.Tensor:
         with tf.device(replicas.worker_device(self._strategy)):
             if tf.executing_eagerly():
                 with self._waiting("a sum over all workers"):
                     return tf.constant(sum_array(flat.numpy(), False))
             with self._after_last():
-                total = tf.numpy_function(lambda array: sum_array(array, in_place), [flat], flat.dtype)
+                total = tf.numpy_function(lambda array: sum_array(array, True), [_owned(flat)], flat.dtype)
             self._remember(total)
         total.set_shape(flat.shape)
         return total
@@ -241,19 +239,14 @@ class WorkerSums:
         self._last[tf.compat.v1.get_default_graph()] = result.op.name
 
 
-def _put_together(flat: list[tf.Tensor]) -> tf.Tensor:
-    """Returns one tensor that owns its memory, so that it may be summed in place.
+def _owned(flat: tf.Tensor) -> tf.Tensor:
+    """Returns a 1-D tensor of a graph that owns its memory, so that it may be summed in place.
 
-    Of constants alone, TensorFlow makes a constant when it optimizes the graph, and the next step would begin with the
-    last one's sum. An axis that is not a constant keeps it from that.
+    Snapshot copies a tensor only if something else holds its buffer too, such as a variable or a later operation. Of a
+    constant, TensorFlow would make another constant when it optimizes the graph, and the next step would begin with the
+    last one's sum. A slice whose begin is not a constant keeps it from that, and copies nothing.
     """
-    if tf.executing_eagerly():
-        return tf.concat(flat, 0)
-    together = tf.concat(flat, _zeros()[0])
-    sizes = [tensor.shape.num_elements() for tensor in flat]
-    # Of such an axis TensorFlow infers no shape, and a sum whose size isn't known is the slow one.
-    together.set_shape([None if None in sizes else sum(sizes)])
-    return together
+    return tf.raw_ops.Snapshot(input=tf.slice(flat, _zeros()[:1], [-1]))
 
 
 @functools.cache
