@@ -82,6 +82,12 @@ def test_metrics_of_several_steps_are_those_of_one_device(strategy: Any, steps_p
         np.testing.assert_allclose(found[name], values, rtol=1e-5)
 
 
+def test_execution_of_a_hundred_steps_trains(strategy: Any) -> None:
+    """TensorFlow takes more than 32 reads of an iterator in one trace for a loop without end."""
+    model = dense(strategy, steps_per_execution=100)
+    assert math.isfinite(fit(model, X, Y)["loss"][-1])
+
+
 def test_single_batches_of_many_sizes_are_traced_twice(strategy: Any) -> None:
     traced = []
 

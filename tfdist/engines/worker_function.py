@@ -279,7 +279,9 @@ class Program:
         if self._batch_spec is None:
             return None, inputs
         if self._worker_fed:
-            return inputs[0].get_next(), inputs[1:]
+            # A new object of the same iterator: TensorFlow refuses more than 32 reads of one in a trace (`run_several`).
+            iterator = tf.nest.map_structure(lambda resource: resource, inputs[0], expand_composites=True)
+            return iterator.get_next(), inputs[1:]
         count = len(flat_specs(self._batch_spec))
         return tf.nest.pack_sequence_as(self._batch_spec, inputs[:count], expand_composites=True), inputs[count:]
 
