@@ -390,7 +390,7 @@ def test_a_program_may_submit_a_job_and_keeps_its_signal_handlers(script, capsys
         (["tests"], "tfdist: the script is a directory without __main__.py; name a file. Received: 'tests'"),
         (["x" * 5000], "tfdist: the script can't be looked up"),
         (["-m", "no_such_module.x"], "tfdist: there is no such module; check its name and PYTHONPATH."),
-        (["-m"], "tfdist: there is no such module"),
+        (["-m", "--x"], "tfdist: -m has no module; write -m MODULE, and flags before -m. Received: -m --x"),
         ([], "tfdist: there is no script to run"),
     ],
 )

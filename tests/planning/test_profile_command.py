@@ -116,7 +116,7 @@ def test_a_process_sees_its_busy_cores():
     ("arguments", "line"),
     [
         ([], "there is no script to run"),
-        (["-m"], "there is no such module"),
+        (["-m"], "-m has no module; write -m MODULE"),
         (["absent.py"], "the script does not exist"),
         (
             ["--output=nowhere/profile.json", __file__],

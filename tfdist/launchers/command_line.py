@@ -197,6 +197,8 @@ def run_command(
         return 0
     if has_script and not rest:
         raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
+    if has_script and rest[0] == "-m" and (len(rest) == 1 or rest[1].startswith("-")):
+        raise LaunchError(f"-m has no module; write -m MODULE, and flags before -m. Received: {' '.join(rest)}")
     if has_script:
         bare, equals, value = rest[0].lstrip("-\u2010\u2013\u2014\u2212").partition("=")
         if equals and not pathlib.Path(rest[0]).exists() and (name := _name_in(values, f"--{bare}")[0]):
