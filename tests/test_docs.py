@@ -93,9 +93,7 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "train_on_batch, test_on_batch, predict_on_batch": _SINGLE,
         "steps_per_execution": ("test_metrics_of_several_steps_are_those_of_one_device",),
         "ModelCheckpoint, BackupAndRestore, TensorBoard, CSVLogger": _CALLBACKS,
-        ".keras files, weights, `model.export`, `tf.train.Checkpoint`": (
-            *("models_saved", "models_exported", "checkpoints"),
-        ),
+        ".keras files, weights, `model.export`, `tf.train.Checkpoint`": ("models_saved_and_exported", "checkpoints"),
         "own `train_step`, custom loops with `strategy.run`": ("test_a_model_with_steps_of_its_own", *_LOOPS),
         "gradient_accumulation_steps": ("test_an_update_is_made_of_the_gradients_of_one_worker",),
         "run_eagerly": ("test_run_eagerly_is_one_device_and_steps_see_values",),

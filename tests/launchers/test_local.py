@@ -51,27 +51,15 @@ def launch(*arguments, **options):
 
 # Plans.
 
-GOLDEN = """\
-# chief:0
-TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
-["127.0.0.1:1004"]}, "task": {"type": "chief", "index": 0}}' TFDIST_LAUNCHER=local \
-PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
-
-# worker:0
-TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
-["127.0.0.1:1004"]}, "task": {"type": "worker", "index": 0}}' TFDIST_LAUNCHER=local \
-PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
-
-# worker:1
-TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
-["127.0.0.1:1004"]}, "task": {"type": "worker", "index": 1}}' TFDIST_LAUNCHER=local \
-PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
-
-# ps:0
-TF_CONFIG='{"cluster": {"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
-["127.0.0.1:1004"]}, "task": {"type": "ps", "index": 0}}' TFDIST_LAUNCHER=local \
+GOLDEN = "\n".join(
+    f"""\
+# {job}:{index}
+TF_CONFIG='{{"cluster": {{"chief": ["127.0.0.1:1001"], "worker": ["127.0.0.1:1002", "127.0.0.1:1003"], "ps": \
+["127.0.0.1:1004"]}}, "task": {{"type": "{job}", "index": {index}}}}}' TFDIST_LAUNCHER=local \
 PYTHONUNBUFFERED=1 python3 train.py '--name=two words'
 """
+    for job, index in [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
+)
 
 
 def test_a_plan_as_text():

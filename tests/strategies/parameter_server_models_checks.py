@@ -66,8 +66,8 @@ def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
 
 @pytest.mark.parametrize(
     "steps_per_execution",
-    # Within a pass with a remainder. `test_predict_gives_each_example_its_own_in_order` has more than a pass.
-    [5, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (2, STEPS, STEPS + 3))],
+    # Within a pass with a remainder. TensorFlow takes more than 32 reads of an iterator in a trace for an endless loop.
+    [5, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (2, STEPS, 100))],
 )
 def test_metrics_of_several_steps_are_those_of_one_device(strategy: Any, steps_per_execution: int) -> None:
     """No step changes a weight, so all steps have the same to count, whichever worker makes them."""
@@ -80,12 +80,6 @@ def test_metrics_of_several_steps_are_those_of_one_device(strategy: Any, steps_p
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-5)
-
-
-def test_execution_of_a_hundred_steps_trains(strategy: Any) -> None:
-    """TensorFlow takes more than 32 reads of an iterator in one trace for a loop without end."""
-    model = dense(strategy, steps_per_execution=100)
-    assert math.isfinite(fit(model, X, Y)["loss"][-1])
 
 
 def test_single_batches_of_many_sizes_are_traced_twice(strategy: Any) -> None:

@@ -185,7 +185,7 @@ def train_step_of_keras_given_to_run(strategy):
 
 
 @loop
-def models_saved(strategy, directory):
+def models_saved_and_exported(strategy, directory):
     net = Net(strategy)
     step, found = compiled(strategy, net.run), []
     for index, batch in enumerate(distributed(strategy)):
@@ -195,16 +195,6 @@ def models_saved(strategy, directory):
             net.model.save_weights(directory / f"{index}.weights.h5")
             found.append(keras.models.load_model(directory / f"{index}.keras").get_weights())
             net.model.load_weights(directory / f"{index}.weights.h5")
-    return [found, net.model.get_weights()]
-
-
-@loop
-def models_exported(strategy, directory):
-    net = Net(strategy)
-    step, found = compiled(strategy, net.run), []
-    for index, batch in enumerate(distributed(strategy)):
-        step(batch)
-        if index % 2:
             net.model.export(os.fspath(directory / f"exported-{index}"), verbose=False)
             exported = tf.saved_model.load(os.fspath(directory / f"exported-{index}"))
             found.append(exported.serve(guide_nets.X[:4]).numpy())
@@ -223,9 +213,8 @@ def saved_models(strategy, directory):
             path = os.fspath(directory / f"saved-{index}" / own_name(strategy))
             tf.saved_model.save(net.model, path, signatures={"serving_default": serve})
             loaded = tf.saved_model.load(path)
-            found.append(
-                next(iter(loaded.signatures["serving_default"](tf.constant(guide_nets.X[:4])).values())).numpy()
-            )
+            signature = loaded.signatures["serving_default"]
+            found.append(next(iter(signature(tf.constant(guide_nets.X[:4])).values())).numpy())
     return [found, net.model.get_weights()]
 
 

@@ -279,7 +279,7 @@ class Program:
         if self._batch_spec is None:
             return None, inputs
         if self._worker_fed:
-            # A new object of the same iterator: TensorFlow refuses more than 32 reads of one in a trace (`run_several`).
+            # A new object of the same iterator: TensorFlow refuses more than 32 reads of one in a trace.
             iterator = tf.nest.map_structure(lambda resource: resource, inputs[0], expand_composites=True)
             return iterator.get_next(), inputs[1:]
         count = len(flat_specs(self._batch_spec))
