@@ -180,8 +180,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if self._averaging:
             return super()._run_timed(step, timed)
         (part, total), count = timed.given, self.num_replicas_in_sync
-        # `splitting.cut` says the size of parts only if all have it.
-        is_even = splitting.static_size(part) is not None
+        # `splitting.cut` says the size of parts only if all have it; a part without a graph has the size of its own.
+        is_even = not tf.executing_eagerly() and splitting.static_size(part) is not None
 
         def shares_of(parts: list[Any]) -> Shares | None:
             return None if is_even else Shares.of_batches(parts, lambda rows: (total, total < count), count)
