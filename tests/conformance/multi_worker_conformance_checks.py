@@ -41,7 +41,7 @@ class TestMultiWorker(Workers):
     # What comes from the data, and what goes to files and to other workers.
     quick = frozenset(
         {
-            *("single batches", "parts of two sizes", "predictions of other dtypes"),
+            *("single batches", "parts of two sizes", "predictions of other dtypes", "run_eagerly"),
             *(
                 f"loop, {name}"
                 for name in (*("iterator_as_an_argument", "next_until_the_end", "data_sets_from_a_function"),)
