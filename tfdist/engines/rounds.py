@@ -320,8 +320,7 @@ class RoundEngine(Engine):
 # Traced functions of a train step whose gradients are aggregated on the parameter servers.
 #
 #     contribute    on a worker                    reads the variables, computes; the result stays there
-#     push          worker to parameter servers    each gradient to the server of its variable; the result stays there.
-#                                                  Of small gradients `contribute` does it
+#     push          worker to parameter servers    each gradient to the server of its variable; the result stays there
 #     update        on the parameter servers       adds up what was pushed, and applies it
 #
 # They exchange handles: the chief's references to remote tensors. Gradients are summed only after the policy has chosen
@@ -382,7 +381,6 @@ class RoundStep:
         self._is_weighted = is_weighted
         self._template: ReplicaContribution | None = None
         self._bundles: Bundles | encoding.EncodedBundles | None = None
-        self._sends_at_once = False
         self._rows = RowPieces([], [])
         self._home = ""
         self._from_batch: Callable[..., Any] | None = None
@@ -392,7 +390,8 @@ class RoundStep:
         )
         scope_checks.check_graph(step, self.contribute)
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[: -1 - self._marks_end]]
-        self.push = _sent if self._sends_at_once else self._trace(self._to_servers, self._specs)
+        is_sent = self._bundles.are_small
+        self.push = (lambda *sent: sent) if is_sent else self._trace(self._to_servers, self._specs)
         if self._encoding is not None:
             self.push = functools.partial(_push_encoded, self._encoding, self.push)
         self._packing = Packing()
@@ -485,7 +484,7 @@ class RoundStep:
         batch, total = element if self._has_totals else (element, None)
         with tf.device(self._strategy.extended.worker_devices[0]):
             computed = self._step.unless_empty(self._strategy, self._computed, self._packed, batch, total)
-        return self._to_servers(*computed) if self._sends_at_once else computed
+        return self._to_servers(*computed) if self._bundles.are_small else computed
 
     def _packed(self, contribution: ReplicaContribution) -> list[tf.Tensor]:
         return self._bundles.pack(tf.nest.flatten(contribution, expand_composites=True))
@@ -518,7 +517,6 @@ class RoundStep:
         destinations = self._destinations(contribution)
         if self._encoding is None:
             self._bundles = self._transfer.bundles(flat, destinations, replicas.homes_of(self._strategy, flat))
-            self._sends_at_once = self._bundles.are_small
             return
         groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices)
         self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
@@ -573,10 +571,6 @@ class RoundStep:
 
     def _pack(self, flat: Sequence[tf.Tensor]) -> ReplicaContribution:
         return tf.nest.pack_sequence_as(self._template, self._bundles.unpack(flat), expand_composites=True)
-
-
-def _sent(*contribution: tf.Tensor) -> list[tf.Tensor]:
-    return [*contribution]
 
 
 def _push_encoded(counted: encoding.Encoding, push: Callable[..., Any], *contribution: tf.Tensor) -> list[tf.Tensor]:

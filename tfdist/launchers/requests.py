@@ -187,7 +187,7 @@ def check_command(command: Sequence[str]) -> None:
     """
     script, *arguments = command
     if script == "-m":
-        _check_module(arguments[0])
+        _check_module(arguments[0] if arguments else "")
         return
     path = pathlib.Path(script)
     try:

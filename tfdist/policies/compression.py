@@ -19,6 +19,15 @@ class GradientCodec(Protocol):
     commutes_with_sum: ClassVar[bool]
     unsent: ClassVar[tuple[str, ...]]
 
+    def init(self, specs: Any) -> Any:
+        """See `Codec.init`."""
+
+    def encode(self, tensors: Any, state: Any) -> Any:
+        """See `Codec.encode`."""
+
+    def decode(self, received: Any, specs: Any, senders: Any = ()) -> Any:
+        """See `Codec.decode`."""
+
     def exchange(self, tensors: Any, state: Any, transport: Any) -> Any:
         """See `Codec.exchange`."""
 

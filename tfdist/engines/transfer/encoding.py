@@ -170,6 +170,9 @@ class EncodedBundles:
       bundle: makes the `Bundles` of the other tensors from their specs and devices.
     """
 
+    # As `Bundles.are_small`: what is encoded is never sent before a policy has accepted it.
+    are_small = False
+
     def __init__(
         self,
         encoding: Encoding,
