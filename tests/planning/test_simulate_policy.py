@@ -131,7 +131,7 @@ class _Unmade(tfdist.BackupWorkers):
         (lambda: _own(replicas_to_aggregate=lambda self: 2), "Own.replicas_to_aggregate must be a property; write @"),
         (
             lambda: _run(_own(replicas_to_aggregate=4)),
-            "Own(spares=1): replicas_to_aggregate must be 1 to 3, the replicas.",
+            "Own(spares=1): replicas_to_aggregate must be 1 to 3, the replicas, in each step. Received: 4",
         ),
         (lambda: _run(_own(replicas_to_aggregate=property(str))), "Own.replicas_to_aggregate must return the number"),
         (lambda: _run(_own(updated=lambda self, time: 3)), "Own.updated must return the Update that super().updated("),
@@ -172,7 +172,7 @@ def test_one_of_four_that_is_ten_times_slower_costs_nothing():
     assert simulation.accepted == (0, 100, 100, 100)
 
 
-def test_a_policy_that_stalls_is_an_error():
+def test_a_policy_that_comes_to_need_more_than_there_are_is_an_error():
     more_than_there_are = _own(replicas_to_aggregate=property(lambda self: 2 + self.step))
-    with pytest.raises(RuntimeError, match="lets no replica start in step 1"):
+    with pytest.raises(ValueError, match="be 1 to 2, the replicas, in each step. Received: 3 in step 1"):
         simulate_policy(more_than_there_are(spares=0), _one_slow, 2, 2)

@@ -178,11 +178,11 @@ class Aggregation(Policy):
     def begin(self, total_num_replicas: int, strategy: str) -> None:
         """See `Policy.begin`."""
         super().begin(total_num_replicas, strategy)
-        if not 1 <= (needed := self.replicas_to_aggregate) <= total_num_replicas:
+        try:
+            self._check_needed()
+        except ValueError:
             self._total = 0
-            raise ValueError(
-                f"{self!r}: replicas_to_aggregate must be 1 to {total_num_replicas}, the replicas. Received: {needed}"
-            )
+            raise
 
     @property
     def replicas_to_aggregate(self) -> int:
@@ -445,6 +445,7 @@ class Aggregation(Policy):
         ended, self._ended = self._ended, []
         self._surplus.clear()
         self.stepped()
+        self._check_needed()
         changes, self._changes = self._changes, []
         # Without a call for each: this is on the way of every step.
         replicas, _, arrivals, _, staleness, weights, *_ = zip(*accepted, strict=True)
@@ -464,6 +465,12 @@ class Aggregation(Policy):
         )
         self._opened_at = time
         return update
+
+    def _check_needed(self) -> None:
+        """Raises ValueError for an update that no number of arrivals would make; it would be waited for."""
+        if not 1 <= (needed := self.replicas_to_aggregate) <= self._total:
+            number = f"replicas_to_aggregate must be 1 to {self._total}, the replicas"
+            raise ValueError(f"{self!r}: {number}, in each step. Received: {needed} in step {self._step}")
 
     def _fill(self) -> None:
         if self._limit is not None:
