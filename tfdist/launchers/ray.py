@@ -55,9 +55,8 @@ SCRIPT are passed to it. All nodes need tfdist, and SCRIPT unless --copy sends i
 _BUNDLE_VARIABLE = "TFDIST_RAY_BUNDLE"
 # Ray's names of resources that are options of an actor.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-_LOOK_SECS = 0.2
-# Interval of the lines about resources that are missing.
-_WAITING_SECS = 10.0
+# Intervals of looks at what is waited for, and of the lines about resources that are missing.
+_LOOK_SECS, _WAITING_SECS = 0.2, 10.0
 # Time for an actor to report the end of a task after SIGKILL, before it is given up.
 _KILLED_SECS = 3.0
 # Time for a cluster to answer, and for a call for output, which without any shows that the actor is there.
@@ -91,10 +90,8 @@ class RayJob(SupervisedJob):
         misspelt = [name for name in worker if name not in _OPTIONS and name.upper() in ("CPU", "GPU")]
         are_numbers = all(type(value) in (int, float) and value >= 0 for value in worker.values())
         if misspelt or not are_numbers or not any(worker.values()):
-            raise LaunchError(
-                '--resources_per_worker must be numbers by name, not all 0, such as {"CPU": 2, "GPU": 1}. Received: '
-                f"{self.resources_per_worker}"
-            )
+            needed = '--resources_per_worker must be numbers by name, not all 0, such as {"CPU": 2, "GPU": 1}'
+            raise LaunchError(f"{needed}. Received: {self.resources_per_worker}")
         worker = {name: value for name, value in worker.items() if value}  # Ray refuses zeros.
         bundles = [worker if task in self.shape.computing else {"CPU": 1} for task in self.shape.tasks]
         object.__setattr__(self, "bundles", bundles)
@@ -126,11 +123,7 @@ def _stand_in(task: Task) -> str:
 
 
 class TaskActor:
-    """Actor that runs a task as a child process. Its methods are called by `RayTask` alone.
-
-    Args:
-      name: name of the task, which Ray shows.
-    """
+    """Actor that runs a task, whose name Ray shows, as a child process. `RayTask` alone calls its methods."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -300,10 +293,9 @@ class RayTask:
         return {**self._env, variable: config}
 
     def _get(self, reference: Any) -> Any:
-        ray = _ray()
-        while not ray.wait([reference], timeout=_LOOK_SECS)[0]:
+        while not _ray().wait([reference], timeout=_LOOK_SECS)[0]:
             self._check()
-        return ray.get(reference)
+        return _ray().get(reference)
 
     def _check(self) -> None:
         """Raises an InterruptedError if a signal has ended the task before its start, or SIGKILL seems lost."""
@@ -351,8 +343,7 @@ def run(*command: str, **options: object) -> None:
     arguments = []
     for name, value in options.items():
         for each in value if isinstance(value, list | tuple) else (value,):
-            text = json.dumps(each) if isinstance(each, dict) else str(each)
-            arguments.append(f"--{name}={text}")
+            arguments.append(f"--{name}={json.dumps(each) if isinstance(each, dict) else each}")
     if code := main([*arguments, *command]):
         raise subprocess.CalledProcessError(code, ["tfdist", "launch", "ray", *arguments, *command])
 
@@ -372,24 +363,21 @@ def _submit(job: RayJob, runtime_env: Mapping[str, Any], logs: LogSettings) -> i
     ray = _ray()
     was_connected = ray.is_initialized()
     if was_connected and runtime_env:
-        raise LaunchError(
-            "this program is connected to Ray, so that --copy and --runtime_env come too late; use "
-            f"ray.init(runtime_env=...). Received: {json.dumps(runtime_env)}"
-        )
+        late = "this program is connected to Ray, so that --copy and --runtime_env come too late"
+        raise LaunchError(f"{late}; use ray.init(runtime_env=...). Received: {json.dumps(runtime_env)}")
     try:
         if not was_connected:
             head = job.address.removeprefix("ray://")
             if head != "auto" and (error := _sockets.connection_error(head, _ANSWER_SECS)):
                 raise error  # Ray itself would try for minutes.
+            os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # Attempts, of 40 s where the head is lost.
             ray.init(job.address, runtime_env=runtime_env or None, log_to_driver=False, logging_level=logging.ERROR)
         if not job.directory and not ray.get_runtime_context().runtime_env.get("working_dir"):
             job = dataclasses.replace(job, directory=str(pathlib.Path.cwd()))
         actors = Actors(job)
     except (OSError, RuntimeError, ValueError) as error:  # Of the connection, of Ray and of an unknown host.
-        raise LaunchError(
-            f"Ray refuses the job: {_reason(error)}; start a cluster with `ray start --head`, or name one. Received: "
-            f"--address={job.address}"
-        ) from None
+        remedy, asked = "start a cluster with `ray start --head`, or name one", f"--address={job.address}"
+        raise LaunchError(f"Ray refuses the job: {_reason(error)}; {remedy}. Received: {asked}") from None
     config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))  # Of a job that was submitted.
     if number := config.get("metadata", {}).get("job_submission_id"):
         shown = f"ray job status {number}   shows the job", f"ray job logs --follow {number}   follows its output"
