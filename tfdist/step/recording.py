@@ -230,8 +230,7 @@ def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[
 # Weights that a train step reads after it has called `optimizer.apply`, found in the graph of the step.
 #
 # Under policies the update is made after the step, so such a read gives the values before the update. Gradient
-# functions
-# use a variable's handle without a read, so reads are detected by the traced operations.
+# functions use a variable's handle without a read, so reads are detected by the traced operations.
 
 
 _NO_READS = frozenset({"VariableShape", "VarIsInitializedOp"})

@@ -526,12 +526,10 @@ def mark_reduced(value: Any) -> Any:
 # Control dependencies by which a step without an input batch writes to no variable.
 #
 # If the length of the data is unknown, Keras runs one more step at their end. TensorFlow executes the operations of
-# this
-# step that need no input until the iterator raises: `optimizer.iterations` would count a step that ran on no data, and
-# a
-# replica that meets the end later than another would count it alone. So every variable write that doesn't depend on
-# the
-# input batch is ordered behind it. Reads and constants are not: this would cost a small model a twentieth of its time.
+# this step that need no input until the iterator raises: `optimizer.iterations` would count a step that ran on no data,
+# and a replica that meets the end later than another would count it alone. So every variable write that doesn't depend
+# on the input batch is ordered behind it. Reads and constants are not: this would cost a small model a twentieth of its
+# time.
 
 
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"})
