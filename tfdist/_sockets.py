@@ -259,11 +259,11 @@ class LineServer:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread and all connections; may be called again."""
+        """Ends the thread and all connections; may be called again, also by a conversation."""
         self._stop.set()
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECS)
         for each in (self._wake, self._woken, self._listener):
             each.close()

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -313,15 +314,17 @@ def test_the_loss_of_the_server_is_an_error():
             running.clients[1].wait(1, 0)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_of_the_policy_blames_no_worker():
+@pytest.mark.parametrize("kind", [ValueError, ZeroDivisionError])
+def test_an_error_of_the_policy_is_the_chiefs_and_blames_no_worker(kind: type[Exception]):
     with job(2, spares=1) as running:
-        running.server._policy.accepts = lambda replica, secs: 1 / 0  # type: ignore[method-assign]
+        running.server.on_error = running.clients[0].fail
+        running.server._policy.accepts = mock.Mock(side_effect=kind("of my own policy"))  # type: ignore[method-assign]
         running.contribute(1, 0)
-        for client in running.clients:
-            with pytest.raises(ConnectionError, match="is gone: it closed the connection"):
-                client.wait(1, 0)
-            assert not client.lost
+        with pytest.raises(kind, match="of my own policy"):
+            running.clients[0].wait(1, 0)
+        with pytest.raises(ConnectionError, match="is gone: it closed the connection"):
+            running.clients[1].wait(1, 0)
+        assert not running.clients[0].lost and not running.clients[1].lost
 
 
 def test_a_silent_server_is_an_error():

@@ -74,7 +74,7 @@ class QuorumClient:
         self._status: Verdict | None = None
         # Time of the last change in the workers' status.
         self._moved_at = clock()
-        self._error: str | None = None
+        self._error: str | Exception | None = None
         # Names of the workers that the server has lost.
         self.lost: list[str] = []
         self._server = f"the quorum server of {self._names[0]} at {address[0]}:{address[1]}"
@@ -107,7 +107,7 @@ class QuorumClient:
             with self._sending:
                 self._socket.sendall(report.pack())
         except OSError as error:
-            self._fail(f"{self._server} is gone: {error.strerror or error}")
+            self.fail(f"{self._server} is gone: {error.strerror or error}")
 
     # Verdicts.
 
@@ -128,6 +128,7 @@ class QuorumClient:
           The update's verdict, or None if the pass is over.
 
         Raises:
+          Exception: that of `fail`.
           ConnectionError: the server or another worker is lost.
           TimeoutError: no worker made progress for `stall_timeout_secs`. The message names the late workers.
         """
@@ -140,6 +141,8 @@ class QuorumClient:
                     return self._updates.pop(step)
                 if self._ended_pass >= number:
                     return None
+                if isinstance(self._error, Exception):
+                    raise self._error
                 if self._error is not None:
                     raise ConnectionError(f"{self._error}; the update of step {step} can't be made")
                 if self._clock() - max(began, self._moved_at) >= self._stall_timeout_secs:
@@ -249,16 +252,16 @@ class QuorumClient:
                     line = self._receive(self._socket)
                 except TimeoutError:
                     if self._clock() - heard > self._silence_secs:
-                        self._fail(f"{self._server} has been silent for {self._silence_secs:.0f} s")
+                        self.fail(f"{self._server} has been silent for {self._silence_secs:.0f} s")
                         return
                     continue
                 heard = self._clock()
                 if not line:
-                    self._fail(f"{self._server} is gone: it closed the connection")
+                    self.fail(f"{self._server} is gone: it closed the connection")
                     return
                 self._hear(Verdict.unpack(line))
         except (OSError, ProtocolError, ValueError) as error:
-            self._fail(f"{self._server} is gone: {error}")
+            self.fail(f"{self._server} is gone: {error}")
 
     def _hear(self, verdict: Verdict) -> None:
         with self._changed:
@@ -275,7 +278,8 @@ class QuorumClient:
                 self._error = self._error or f"{', '.join(self.lost)} has ended, or can't be reached any more"
             self._changed.notify_all()
 
-    def _fail(self, error: str) -> None:
+    def fail(self, error: str | Exception) -> None:
+        """Ends all waits with this error; a text is of the connection."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

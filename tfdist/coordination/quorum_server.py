@@ -285,7 +285,6 @@ class QuorumServer:
         self._heard: dict[int, float] = {}
         self._num_refused = 0
         self._lost: set[int] = set()
-        self._has_failed = False
         # By worker: the step that Keras requested last, the step that it computes, and the number of examples in an
         # accepted contribution.
         self._wanted: dict[int, int] = {}
@@ -295,6 +294,8 @@ class QuorumServer:
         self._ended_pass = 0
         # The newest updates, for the chief's records.
         self._updates: collections.deque[Update] = collections.deque(maxlen=_KEPT_UPDATES)
+        # Called with an error of the policy, which ends the server; the chief raises it.
+        self.on_error: Callable[[Exception], object] = lambda error: say(f"the quorum server has ended: {error!r}")
 
     @property
     def port(self) -> int:
@@ -328,24 +329,27 @@ class QuorumServer:
                 report = WorkerReport.unpack((yield b""))
                 self._heard[worker] = self._clock()
                 self._handle(worker, report)
-        except (ProtocolError, ValueError) as error:
+        except ProtocolError as error:
             if worker is None:
                 # A worker with another secret then fails at once instead of trying again.
                 self._server.send(peer, REFUSAL)
             self._server.drop(peer, str(error))
-        except Exception:
-            # An error of the policy ends the server. The worker is not lost, and must not be blamed.
-            self._has_failed = True
-            raise
+        except Exception as error:
+            # Of the policy. The worker is not lost, and must not be blamed.
+            self._fail(error)
         finally:
             if worker is None:
                 self._refused(peer)
-            elif not self._server.is_closing and not self._has_failed:
+            elif not self._server.is_closing:
                 del self._clients[worker]
                 self._lost.add(worker)
                 # Not logged, because workers leave one after the other at the end of the program. A worker that waits
                 # for an update raises an error.
                 self._broadcast(self._losses())
+
+    def _fail(self, error: Exception) -> None:
+        self.on_error(error)
+        self._server.close()
 
     def _introduced(self, peer: _sockets.Peer, line: bytes, nonce: str) -> tuple[int, bytes]:
         """Reads the worker's claim; returns its index and the answer."""
@@ -369,8 +373,12 @@ class QuorumServer:
         for worker, peer in list(self._clients.items()):
             if now - self._heard[worker] > SILENCE_SECS:
                 self._server.drop(peer, f"has been silent for {SILENCE_SECS:.0f} s")
-        missing = max(0, self._policy.replicas_to_aggregate - len(self._policy.contributors))
-        self._broadcast(self._verdict(Kind.STATUS, bytes(map(self._doing, self._all())), count=missing))
+        try:
+            missing = max(0, self._policy.replicas_to_aggregate - len(self._policy.contributors))
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._broadcast(self._verdict(Kind.STATUS, bytes(map(self._doing, self._all())), count=missing))
 
     def _broadcast(self, verdict: Verdict) -> None:
         line = verdict.pack()

@@ -126,6 +126,8 @@ def connect_quorum(
     worker, (host, _) = tasks.index(cluster.task), _sockets.split_address(cluster.address(tasks[0]))
     # The chief's own name may mean nothing on its own machine.
     host = host if worker else "localhost"
-    return QuorumClient(
-        (host, opened["port"]), worker, names, secret.encode(), stall_timeout_secs=stall_timeout_secs
-    ), server
+    address = host, opened["port"]
+    client = QuorumClient(address, worker, names, secret.encode(), stall_timeout_secs=stall_timeout_secs)
+    if server is not None:
+        server.on_error = client.fail
+    return client, server
