@@ -174,5 +174,5 @@ def test_one_of_four_that_is_ten_times_slower_costs_nothing():
 
 def test_a_policy_that_comes_to_need_more_than_there_are_is_an_error():
     more_than_there_are = _own(replicas_to_aggregate=property(lambda self: 2 + self.step))
-    with pytest.raises(ValueError, match="be 1 to 2, the replicas, in each step. Received: 3 in step 1"):
+    with pytest.raises(ValueError, match=r"be 1 to 2, the replicas, in each step\. Received: 3 in step 1"):
         simulate_policy(more_than_there_are(spares=0), _one_slow, 2, 2)
