@@ -20,11 +20,11 @@ def ahead(step: Callable[..., Any], value: float = 7.0) -> tuple[list[Any], Coor
 
     @tf.function(autograph=False)
     def traced() -> Any:
-        on.read_ahead(tf.constant(value))
+        on.ahead = tf.constant(value)
         try:
             return step(on)
         finally:
-            on.read_ahead(None)
+            on.ahead = None
 
     return tf.nest.map_structure(lambda tensor: tensor.numpy(), traced()), on
 
@@ -94,7 +94,7 @@ def test_rows_are_not_read_ahead() -> None:
 
     @tf.function(autograph=False)
     def traced() -> Any:
-        on.read_ahead(tf.constant([8.0, 9.0]))
+        on.ahead = tf.constant([8.0, 9.0])
         return on.sparse_read([1]), on.gather_nd([[1]])
 
     assert [tensor.numpy().tolist() for tensor in traced()] == [[2.0], [2.0]]

@@ -159,15 +159,15 @@ def test_copy_of_what_was_read_ahead_is_a_read_of_the_weight(is_late: bool) -> N
 
     @tf.function(autograph=False)
     def traced() -> None:
-        variable.read_ahead(tf.constant(7.0))
-        reads = recording.LateReads()
+        graph: Any = tf.compat.v1.get_default_graph()
+        variable.ahead = tf.constant(7.0)
         if not is_late:
             variable.read_value()
-        reads.applied([variable])
+        count = len(graph.get_operations())
         if is_late:
             variable.read_value()
-        found.extend(reads.paths())
-        variable.read_ahead(None)
+        found.extend(each.path for each in recording.read_since(count, [variable]))
+        variable.ahead = None
 
     traced.get_concrete_function()
     assert found == ["dense/kernel"] * is_late

@@ -222,8 +222,6 @@ def without_others(
 def variables_of(model: keras.Model) -> list[Any]:
     """The Keras variables that a step of the model may read or write, each once."""
     variables = [*model.variables, *model.metrics_variables]
-    for metric in model.metrics:
-        variables += metric.variables
     for optimizer in _optimizers(model):
         variables += optimizer.variables
     return list({id(variable): variable for variable in variables}.values())

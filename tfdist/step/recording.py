@@ -25,6 +25,9 @@ from tfdist.compat.tensorflow.variables import LocalVariable
 class TraceAgain(Exception):  # noqa: N818, it is no error
     """The step must be traced again, with the new findings."""
 
+    def __init__(self) -> None:
+        super().__init__("policies: the step is traced again, with what the last trace has found")
+
 
 class Findings:
     """Findings of earlier traces of a step, which the next trace uses.
@@ -41,26 +44,18 @@ class Findings:
         self.late_reads: list[str] = []
         self._is_new = self._has_warned = False
 
-    def needs_stand_in(self, *variables: Any) -> bool:
-        """Notes variables that need a stand-in; returns True if one of them is new."""
-        return self._note(any(id(each) not in self.stand_ins for each in variables)) and not self.stand_ins.update(
-            {id(each): each for each in variables}
-        )
-
     def ask_for_stand_in(self, variable: Any) -> None:
         """Raises `TraceAgain` to trace the step with a stand-in for a variable, unless it has one."""
-        if self.needs_stand_in(variable):
-            raise TraceAgain(AGAIN)
+        self._ask(self.stand_ins, variable)
 
-    def is_state(self, variable: Any) -> bool:
-        """Notes a metric's variable that is no sum; returns True if it is new."""
-        is_new = self._note(id(variable) not in self.states)
-        self.states[id(variable)] = variable
-        return is_new
+    def ask_for_state(self, variable: Any) -> None:
+        """Raises `TraceAgain` to trace the step with a metric's variable that is no sum, unless it is known."""
+        self._ask(self.states, variable)
 
-    def _note(self, is_new: bool) -> bool:
-        self._is_new |= is_new
-        return is_new
+    def _ask(self, known: dict[int, Any], variable: Any) -> None:
+        if id(variable) not in known:
+            known[id(variable)], self._is_new = variable, True
+            raise TraceAgain
 
     def settled(self, trace: Callable[[], Any]) -> Any:
         """Calls `trace` until a trace finds nothing new; returns its result."""
@@ -107,14 +102,15 @@ class Recording(models.ReadingScope):
     def __init__(self, starts: Sequence[tuple[Any, tf.Tensor]], findings: Findings) -> None:
         # Without `collect_losses` the losses that layers add would be ignored.
         super().__init__(starts, collect_losses=True, initialize_variables=False)
-        self.graph = tf.compat.v1.get_default_graph()
+        self.graph: Any = tf.compat.v1.get_default_graph()
         self.num_applied = 0
         self._findings = findings
         self._unwritten = dict(self.state_mapping)
         self._touched: dict[int, Any] = {}
         self._writes: list[Write] = []
         self._updated: dict[int, Any] = {}
-        self._reads = LateReads()
+        # For each call of `optimizer.apply` the number of operations before it, and the variables.
+        self._calls: list[tuple[int, Sequence[Any]]] = []
         for variable in findings.stand_ins.values():
             value = tf.convert_to_tensor(self.state_mapping.pop(id(variable), variables.tf_variable(variable)))
             self.state_mapping[id(variable)] = LocalVariable(value, trainable=bool(variable.trainable))
@@ -147,7 +143,7 @@ class Recording(models.ReadingScope):
         self._note_writes()
         self.num_applied += 1
         self._updated.update({id(variable): variable for variable in variables})
-        self._reads.applied(variables)
+        self._calls.append((len(self.graph.get_operations()), variables))
         parts = optimizers.parts_of(optimizer)
         rates = {id(optimizers.learning_rate_of(part)) for part in parts}
         for variable in (*variables, *(variable for part in parts for variable in part.variables)):
@@ -160,7 +156,8 @@ class Recording(models.ReadingScope):
 
     def writes(self) -> list[Write]:
         """Returns all writes, after the step was traced."""
-        self._findings.late_reads = self._reads.paths()
+        late = [variable for count, of in self._calls for variable in read_since(count, of)]
+        self._findings.late_reads = list(dict.fromkeys(variable.path for variable in late))
         self._note_writes()
         return self._writes
 
@@ -176,9 +173,6 @@ class Recording(models.ReadingScope):
     def start_of(self, variable: Any) -> tf.Tensor | None:
         """Returns the initial tensor of a variable of `starts`."""
         return self._unwritten.get(id(variable))
-
-
-AGAIN = "policies: the step is traced again, with what the last trace has found"
 
 
 # Captured calls of `optimizer.apply` in a traced step: their gradients are kept, and nothing is applied.
@@ -236,24 +230,6 @@ def capture(optimizer: Any, calls: list[Applied], scope: Recording) -> Callable[
 _NO_READS = frozenset({"VariableShape", "VarIsInitializedOp"})
 
 
-class LateReads:
-    """Calls of `optimizer.apply` in one trace of a step, and the variables read after them."""
-
-    def __init__(self) -> None:
-        # (graph of the call, its number of operations, the variables).
-        self._calls: list[tuple[Any, int, Sequence[Any]]] = []
-
-    def applied(self, variables: Sequence[Any]) -> None:
-        """Notes that `optimizer.apply` was called for these Keras variables in the graph that is being traced."""
-        graph: Any = tf.compat.v1.get_default_graph()
-        self._calls.append((graph, len(graph.get_operations()), variables))
-
-    def paths(self) -> list[str]:
-        """Returns the paths of variables that the same graph reads after their call, once the step was traced."""
-        found = {v.path: v for graph, count, variables in self._calls for v in _read(graph, count, variables)}
-        return list(found)
-
-
 def message(paths: Sequence[str]) -> str:
     """Returns a warning about such reads."""
     others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
@@ -264,7 +240,9 @@ def message(paths: Sequence[str]) -> str:
     )
 
 
-def _read(graph: Any, count: int, variables: Sequence[Any]) -> list[Any]:
+def read_since(count: int, variables: Sequence[Any]) -> list[Any]:
+    """Returns those of these Keras variables that the graph that is being traced reads after so many operations."""
+    graph: Any = tf.compat.v1.get_default_graph()
     operations = [operation for operation in graph.get_operations()[count:] if operation.type not in _NO_READS]
     inputs = {tensor.name for operation in operations for tensor in operation.inputs}
     captured = [outside for outside, inside in graph.captures if inside.name in inputs]
@@ -315,7 +293,7 @@ def check_counts(model: Any) -> list[tuple[Any, str, Any]]:
     Raises:
       ValueError: from `assign` of such a variable, while the step is traced.
     """
-    counts = [variable for metric in model.metrics for variable in metric.variables if variable.aggregation == "sum"]
+    counts = [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
     return [(variable, "assign", _checked(variable)) for variable in counts]
 
 

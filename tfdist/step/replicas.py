@@ -772,7 +772,7 @@ def counted_by(model: keras.Model) -> list[Any]:
 
     Statistics of layers, which are floats, are not among them: they are averaged by the numbers of examples.
     """
-    variables = [variable for metric in model.metrics for variable in metric.variables]
+    variables = [*model.metrics_variables]
     variables += [
         variable
         for variable in model.non_trainable_variables

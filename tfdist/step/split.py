@@ -39,7 +39,7 @@ from tfdist.step import logs as logs_of_metrics
 from tfdist.step import losses, one_replica, recording, replicas
 from tfdist.step.contribution import ReplicaContribution, RowsByShard, nothing, of_shape, times
 from tfdist.step.gradients import Transforms
-from tfdist.step.recording import Applied, Findings, Recording, TraceAgain, capture
+from tfdist.step.recording import Applied, Findings, Recording, capture
 from tfdist.step.step import Step
 from tfdist.transforms import ARRIVAL
 
@@ -285,7 +285,7 @@ class SplitTrainStep:
 
     def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
         """Returns the initial values of the variables (zero for metrics' sums), and of other states by variable id."""
-        metrics = [variable for metric in self.model.metrics for variable in metric.variables]
+        metrics = self.model.metrics_variables
         counters = [v for v in metrics if v.aggregation == "sum" and id(v) not in self._findings.states]
         counted = {id(variable) for variable in counters}
         others = [variable for variable in metrics if id(variable) not in counted]
@@ -311,7 +311,7 @@ class SplitTrainStep:
           weight: of the replica's means.
         """
         counts, new_states, maxima = [], [], []
-        metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
+        metrics = {id(variable) for variable in self.model.metrics_variables}
         for variable, value, position in writes:
             mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
             if mode == "count":
@@ -337,8 +337,7 @@ class SplitTrainStep:
         if is_sum and not is_state:
             if is_readable and kind == recording.ADDITION:
                 return "count"
-            self._findings.is_state(variable)
-            raise TraceAgain(recording.AGAIN)
+            self._findings.ask_for_state(variable)
         is_extreme = kind in (recording.MAXIMUM, recording.MINIMUM) and variable.dtype != "bool"
         if is_extreme and self._can_take_maxima:
             return kind
@@ -362,7 +361,7 @@ class SplitTrainStep:
         are_sums_counted: bool,
     ) -> list[Any]:
         """Returns the tensors by which the logs are computed after the update, besides metrics; and says how."""
-        metrics = {id(variable) for metric in self.model.metrics for variable in metric.variables}
+        metrics = {id(variable) for variable in self.model.metrics_variables}
         counted = [write for write in writes if id(write.variable) in metrics]
         sums = {id(leaf) for index, leaf in enumerate(tf.nest.flatten(result)) if index in self._sums.logs}
         shipped: list[Any] = []

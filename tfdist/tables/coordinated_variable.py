@@ -43,13 +43,9 @@ class CoordinatedVariable(variables.ServerVariable):
         self._barrier = barrier
         self._writes = 0
         self._reads: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        # What `read_ahead` was given last.
+        # Reads in the graph of this tensor return it until the next write; None for reads of the variable.
         self.ahead: tf.Tensor | None = None
         self._for_data: tf.Variable | None = None
-
-    def read_ahead(self, value: tf.Tensor | None) -> None:
-        """Makes reads in the graph of `value` return it until the next write; None restores reads of the variable."""
-        self.ahead = value
 
     # Reads.
 

@@ -218,12 +218,12 @@ def read_rounded(model: keras.Model, worker: str, dtype: tf.DType) -> Iterator[N
 @contextlib.contextmanager
 def _read_ahead(ahead: Sequence[tuple[CoordinatedVariable, tf.Tensor]]) -> Iterator[None]:
     for variable, value in ahead:
-        variable.read_ahead(value)
+        variable.ahead = value
     try:
         yield
     finally:
         for variable, _ in ahead:
-            variable.read_ahead(None)
+            variable.ahead = None
 
 
 def _small_weights(model: keras.Model, worker: str) -> dict[tuple[str, tf.DType, str], list[CoordinatedVariable]]:
