@@ -71,7 +71,7 @@ def run_step(
       The logs, equal on all replicas and workers.
     """
     model, training = step.model, step.kind == "train"
-    parts = _local(strategy, data)
+    parts = _by_device(strategy, data)
     with writes_after_inputs(parts):
         batches = [*parts.values()]
         shares = shares_of(batches) if shares_of else Shares.of(strategy, data, batches, sum_over_workers)
@@ -289,7 +289,7 @@ def run_prediction(
     strategy: Any, run: Callable[[Callable[..., Any], Any], Any], function: Callable[..., Any], data: Any
 ) -> Any:
     """Runs Keras' step of `predict` on all replicas that have examples; the others return no rows."""
-    parts = _local(strategy, data)
+    parts = _by_device(strategy, data)
     if _may_be_empty(strategy, data, [*parts.values()]):
         function = unless_empty(function)
     return run(function, data)
@@ -368,17 +368,20 @@ def build_optimizer(strategy: Any, model: keras.Model) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def _local(strategy: Any, data: Any) -> dict[str, Any]:
+def _by_device(strategy: Any, data: Any) -> dict[str, Any]:
     """Returns the part of a step's argument for each device of this process, by the device's name."""
+    devices = strategy.extended.worker_devices
+    return {device: part_of_replica(strategy, data, replica) for replica, device in enumerate(devices)}
 
-    def of_replica(replica: int) -> Any:
-        def pick(leaf: Any) -> Any:
-            is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
-            return strategy.experimental_local_results(leaf)[replica] if is_distributed else leaf
 
-        return tf.nest.map_structure(pick, data)
+def part_of_replica(strategy: Any, data: Any, replica: int) -> Any:
+    """Returns what a replica of this process has of a structure of distributed and other values."""
 
-    return {device: of_replica(replica) for replica, device in enumerate(strategy.extended.worker_devices)}
+    def pick(leaf: Any) -> Any:
+        is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
+        return strategy.experimental_local_results(leaf)[replica] if is_distributed else leaf
+
+    return tf.nest.map_structure(pick, data)
 
 
 class _WrittenWeights:
@@ -418,10 +421,10 @@ class _Results:
     sum_over_workers: Sum
     told: logs_of_metrics.MetricResults
     sum_gradients: optimizers.SumGradients | None
-    times: step_times.TimedStep | None = None
-    sums: losses.Sums = losses.NO_SUMS
+    times: step_times.TimedStep | None
+    sums: losses.Sums
 
-    def merge(self, logs: Any, statistics: Sequence[Any], last: _Update | None = None) -> Any:
+    def merge(self, logs: Any, statistics: Sequence[Any], last: _Update | None) -> Any:
         """Averages variables, makes a last update and finds the logs, with one reduction for all of them.
 
         Args:
@@ -475,7 +478,7 @@ class _Results:
         if formulas:
             results = [self.told.after(count) for count in formulas[0].counts]
             return formulas[0].value(results, [next(means) for _ in formulas[0].others])
-        return self.told.after(leaf) if self.told.has(leaf) else _like(next(means), leaf)
+        return self.told.after(leaf) if self.told.has(leaf) else tf.cast(next(means), tf.convert_to_tensor(leaf).dtype)
 
     def _sum_up(self, last: _Update | None, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
         """Sums the gradients of these indices, and other tensors; takes the times before and after."""
@@ -510,10 +513,6 @@ class _Results:
         if self.shares is None:
             return value / self.strategy.num_replicas_in_sync
         return tf.math.multiply_no_nan(value, self.shares.of_replica(replica, value.dtype))
-
-
-def _like(mean: tf.Tensor, leaf: Any) -> tf.Tensor:
-    return tf.cast(mean, tf.convert_to_tensor(leaf).dtype)
 
 
 def mark_reduced(value: Any) -> Any:
@@ -735,17 +734,14 @@ def _example(leaf: Any, sources: Sequence[Any]) -> Any:
         one = tf.concat([tf.ones([1], tf.int64), leaf.dense_shape[1:]], 0)
         kept = rows.indices[:, 0] < 1
         return tf.SparseTensor(rows.indices[kept], rows.values[kept], one)
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.concat([*(source[:1] for source in sources), _ragged_zeros(leaf)], 0)[:1]
-    zeros = tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype)
-    return tf.concat([*(source[:1] for source in sources), zeros], 0)[:1]
+    return tf.concat([*(source[:1] for source in sources), _zeros(leaf)], 0)[:1]
 
 
-def _ragged_zeros(leaf: tf.RaggedTensor) -> Any:
-    """Returns a row of one zero: a layer may fail on an empty row, too."""
+def _zeros(leaf: Any) -> Any:
+    """Returns a row of zeros; a ragged one has one zero, since a layer may fail on an empty row, too."""
     if not isinstance(leaf, tf.RaggedTensor):
         return tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype)
-    return tf.RaggedTensor.from_row_splits(_ragged_zeros(leaf.values), tf.constant([0, 1], leaf.row_splits.dtype))
+    return tf.RaggedTensor.from_row_splits(_zeros(leaf.values), tf.constant([0, 1], leaf.row_splits.dtype))
 
 
 @contextlib.contextmanager

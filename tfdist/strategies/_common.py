@@ -36,6 +36,7 @@ from tfdist.step.replicas import (
     build_optimizer,
     check_model,
     mark_reduced,
+    part_of_replica,
     run_prediction,
     run_step,
 )
@@ -146,10 +147,6 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         """
         self.distribution.check_open()
         self.distribution.check_function(fn)
-
-        def stock() -> Any:
-            return self._run_stock(step.function, args, kwargs, options)
-
         step = Step(fn)
         is_train = len(args) == 1 and not kwargs and step.is_bound and step.kind == "train"
         if is_train and isinstance(args[0], Timed):
@@ -165,7 +162,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
                 raise handles.refused(f"strategy.run({fn!r}, ...) with a batch")
             return tf.nest.map_structure(mark_reduced, args[0].engine.run(step, args[0]))
         if not step.is_bound or len(args) != 1 or kwargs:
-            return self._run_function(stock, step, args, kwargs, options)
+            return self._run_function(step, args, kwargs, options)
         if not tf.executing_eagerly():
             self._build_for(step, args[0])
         times = None
@@ -174,16 +171,15 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             times = self._times.begin() if self._is_timed else None
         else:
             check_model(self, step.model)
-        sum_gradients = self._sum_gradients
         return run_step(
             self,
             lambda each, given: self._run_stock(each, (given,), options=options, model=step.model),
             step,
             args[0],
             self._sum_over_workers,
-            sum_gradients=sum_gradients,
+            sum_gradients=self._sum_gradients,
             times=times,
-            sums=trials.sums_in(self, step, self._of_first_replica(args[0]), self.num_replicas_in_sync),
+            sums=trials.sums_in(self, step, part_of_replica(self, args[0], 0), self.num_replicas_in_sync),
         )
 
     def _run_timed(self, step: Step, timed: Timed) -> Any:
@@ -254,44 +250,31 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             on_replica = models.losses_kept_by_replica(model, on_replica)
         return super().run(on_replica, args=args, kwargs=kwargs, options=options)
 
-    def _run_function(self, stock: Callable[..., Any], step: Step, args: Any, kwargs: Any, options: Any) -> Any:
+    def _run_function(self, step: Step, args: Any, kwargs: Any, options: Any) -> Any:
         """Runs a function that is no train or test step of Keras, by the stock method."""
         if not tf.executing_eagerly():
-            rehearsal.before(self, step.function, *self._of_first_replica((list(args), dict(kwargs or {}))))
+            rehearsal.before(self, step.function, *part_of_replica(self, (list(args), dict(kwargs or {})), 0))
         if step.kind == "predict" and len(args) == 1 and not kwargs:
             model_parallel.check_step(self, step)
             run = lambda function, data: self._run_stock(function, (data,), options=options)  # noqa: E731
             return run_prediction(self, run, step.function, args[0])
         with self.distribution.transforms.refused(step.function, args, kwargs):
-            return stock()
+            return self._run_stock(step.function, args, kwargs, options)
 
     def _build_for(self, step: Step, data: Any) -> None:
         """Makes the variables of a Keras step that `fit` does not build: in a loop of the user's own."""
         model = step.model
         if rehearsal.is_built(model) and not models.has_unbuilt_metrics(model):
             return
-        batch = self._of_first_replica(data)
+        batch = part_of_replica(self, data, 0)
         rehearsal.before(self, step.function, [batch])
         if models.has_unbuilt_metrics(model) and models.is_dense(batch):
-            with tf.init_scope():
-                self._built(model, batch)
-
-    def _of_first_replica(self, given: Any) -> Any:
-        def pick(leaf: Any) -> Any:
-            is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
-            return self.experimental_local_results(leaf)[0] if is_distributed else leaf
-
-        return tf.nest.map_structure(pick, given)
+            with tf.init_scope(), self.scope():
+                models.build_model(model, batch)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Reduces over replicas, as `tf.distribute.Strategy.reduce` does, and also structures of values."""
         return tf.nest.map_structure(lambda leaf: self._reduce_one(reduce_op, leaf, axis), value)
-
-    def _built(self, model: keras.Model, batch: Any) -> Any:
-        """Builds a model where Keras' own way fails; returns the batch."""
-        with self.scope():
-            models.build_model(model, batch)
-        return batch
 
     def _reduce_one(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         if isinstance(value, keras.Variable):
