@@ -63,14 +63,13 @@ class ScaleLearningRate(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Reads the unscaled rate, and sets the scaled one."""
-        optimizer = self.model.optimizer
         self._strategy = self._strategy or self.model.distribute_strategy
         if not hasattr(self._strategy, "replicas_to_aggregate"):
             raise ValueError(
                 "ScaleLearningRate(strategy=...): give a tfdist strategy, or make the model in the scope of one. "
                 f"Received: {type(self._strategy).__name__}"
             )
-        self._base = self._rate = float(np.asarray(optimizer.learning_rate)) if self._given is None else self._given
+        self._base = self._rate = self._read() if self._given is None else self._given
         try:
             self._set(self._factor)
         except TypeError:
@@ -92,9 +91,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
             self._from, self._target, self._since = self._factor, number, self._step
         factor = self._factor_now()
         if factor != self._factor:
-            rate = self._read()
-            if not np.isclose(rate, self._rate, rtol=1e-6, atol=0.0):
-                self._base = rate / self._factor
+            self._base = self._unscaled()
             self._set(factor)
         self._step += self.model.steps_per_execution
 
@@ -105,9 +102,7 @@ class ScaleLearningRate(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restores the unscaled rate."""
-        rate = self._read()
-        unscaled = self._base if np.isclose(rate, self._rate, rtol=1e-6, atol=0.0) else rate / self._factor
-        self.model.optimizer.learning_rate = unscaled
+        self.model.optimizer.learning_rate = self._unscaled()
 
     def _factor_now(self) -> float:
         if self._target <= self._from or not self._warmup_steps:
@@ -117,6 +112,11 @@ class ScaleLearningRate(keras.callbacks.Callback):
 
     def _read(self) -> float:
         return float(np.asarray(self.model.optimizer.learning_rate))
+
+    def _unscaled(self) -> float:
+        """Returns the rate without the factor, by that of another callback if it has set one."""
+        rate = self._read()
+        return self._base if np.isclose(rate, self._rate, rtol=1e-6, atol=0.0) else rate / self._factor
 
     def _set(self, factor: float) -> None:
         self._factor, self._rate = factor, self._base * factor

@@ -35,7 +35,7 @@ class SavedState:
 
     Args:
       policies: the user's argument of the strategy.
-      engines: the strategy's engines that have something to save; None for one that it does not need.
+      engines: the strategy's engines that have something to save.
       of_workers: state that differs from worker to worker, by the name under which checkpoints have it.
     """
 
@@ -46,11 +46,11 @@ class SavedState:
     def __init__(
         self,
         policies: Sequence[Policy] = (),
-        engines: Sequence[SavedState | None] = (),
+        engines: Sequence[SavedState] = (),
         of_workers: Mapping[str, WorkerState] | None = None,
     ) -> None:
         self._policies = {type(policy).__name__: policy for policy in policies}
-        self._engines = [engine for engine in engines if engine is not None]
+        self._engines = list(engines)
         self._of_workers = dict(of_workers or {})
 
     def state(self) -> dict[str, Any]:

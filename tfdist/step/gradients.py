@@ -315,7 +315,13 @@ class Transforms:
         It is the mean of floats, so that the mean over all replicas stays, and the first replica's of other dtypes.
         """
         del states, number
-        return _mean(saved)
+        means = []
+        for arrays in zip(*saved, strict=True):
+            # State of updates is the same everywhere, and its mean might be rounded.
+            differs = any(not np.array_equal(arrays[0], each) for each in arrays)
+            is_float = differs and tf.as_dtype(arrays[0].dtype).is_floating
+            means.append(np.mean(arrays, axis=0).astype(arrays[0].dtype) if is_float else arrays[0])
+        return means
 
     def _say_begins_anew(self, described: Any) -> None:
         _log.say(
@@ -552,16 +558,6 @@ def _divided(arrays: Sequence[Any], count: int) -> list[list[Any]]:
     return [list(arrays[start : start + size]) for start in range(0, len(arrays), size)]
 
 
-def _mean(saved: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    means = []
-    for arrays in zip(*saved, strict=True):
-        # State of updates is the same everywhere, and its mean might be rounded.
-        differs = any(not np.array_equal(arrays[0], each) for each in arrays)
-        is_float = differs and tf.as_dtype(arrays[0].dtype).is_floating
-        means.append(np.mean(arrays, axis=0).astype(arrays[0].dtype) if is_float else arrays[0])
-    return means
-
-
 def _specs_of(transform: GradientTransform, variables: Sequence[Any]) -> Any:
     """Returns the structure of a transform's state, of specs."""
 
@@ -628,7 +624,6 @@ def _check_result(transform: GradientTransform, given: Sequence[Any], found: Any
 def _has_shape(gradient: Any, shape: Any) -> bool:
     """Returns True if a gradient may be one of a variable of this shape, as far as it is known."""
     whole = tf.TensorShape(shape)
-    is_rows = isinstance(gradient, tf.IndexedSlices)
-    return (
-        whole[1:].is_compatible_with(gradient.values.shape[1:]) if is_rows else whole.is_compatible_with(gradient.shape)
-    )
+    if isinstance(gradient, tf.IndexedSlices):
+        return whole[1:].is_compatible_with(gradient.values.shape[1:])
+    return whole.is_compatible_with(gradient.shape)

@@ -48,8 +48,7 @@ def before_keras(strategy: tf.distribute.Strategy, model: keras.Model, step: str
         is_called = is_callable and models.is_called(model)
         if is_callable:
             try:
-                undone = undone_on_error(optimizers_of(model))
-                with undone, models.name_scopes_closed():
+                with undone_on_error(optimizers_of(model)), models.name_scopes_closed():
                     by_keras(data_batch=batch)
             except Exception as error:
                 refused = error
@@ -314,7 +313,7 @@ def _within(each: Any) -> Iterator[Any]:
         yield from (*each.args, *each.keywords.values()) if isinstance(each, functools.partial) else ()
     elif isinstance(each, keras.Layer):
         yield from (value for value in vars(each).values() if isinstance(value, (*_KERAS, list, tuple, dict)))
-    elif not _is_of_a_library(type(each)):
+    elif not _is_of_a_library(type(each).__module__):
         yield from list(getattr(each, "__dict__", {}).values())[:_MAX_ITEMS]
 
 
@@ -322,7 +321,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     yield getattr(function, "__wrapped__", None)
     # The cell of a name that is not defined yet is empty.
     enclosed = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    if (function.__module__ or "").split(".")[0] in _LIBRARIES:
+    if _is_of_a_library(function.__module__ or ""):
         # Keras' step of `predict` encloses its model.
         yield from (each for each in enclosed if isinstance(each, keras.Layer) and not is_built(each))
         return
@@ -339,5 +338,5 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _is_of_a_library(kind: type) -> bool:
-    return kind.__module__.split(".")[0] in _LIBRARIES
+def _is_of_a_library(module: str) -> bool:
+    return module.split(".")[0] in _LIBRARIES

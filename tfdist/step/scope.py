@@ -48,7 +48,7 @@ def begin(strategy: tf.distribute.Strategy, call: calls.Call, alone: str) -> Non
         if call.kind in ("fit", "evaluate") or (optimizer is not None and not optimizer.built):
             take_over(strategy, call.model)
     elif alone and call.trains and call.strategy is None:
-        raise RuntimeError(f"{without_scope(call, alone)}. {_received(call.model)}")
+        raise RuntimeError(_without_scope(call, alone))
 
 
 def warn(call: calls.Call, alone: str) -> None:
@@ -59,8 +59,7 @@ def warn(call: calls.Call, alone: str) -> None:
     if call.model in _warned:
         return
     _warned.add(call.model)
-    message = f"{without_scope(call, alone)}. {_received(call.model)}"
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(_without_scope(call, alone), RuntimeWarning, stacklevel=4)
 
 
 def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
@@ -78,17 +77,14 @@ def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
             _keep_in_first_copy(strategy, variable)
 
 
-def without_scope(call: calls.Call, alone: str) -> str:
+def _without_scope(call: calls.Call, alone: str) -> str:
     """Returns the message about a call that trains a model of no strategy."""
+    line = scope.line_of_layer(call.model)
     return (
         f"model.{call.kind} outside of strategy.scope(): {alone}; put the lines that make the model, and "
-        "model.compile, under `with strategy.scope():`"
+        f"model.compile, under `with strategy.scope():`. Received: model {call.model.name!r}, made outside of the "
+        f"scope{f' at {line}' if line else ''}"
     )
-
-
-def _received(model: keras.Model) -> str:
-    line = scope.line_of_layer(model)
-    return f"Received: model {model.name!r}, made outside of the scope{f' at {line}' if line else ''}"
 
 
 def _of_metrics(model: keras.Model) -> Iterator[Any]:

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfdist import _forks, _machine, _sockets
 from tfdist import cluster as clusters
-from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster
 from tfdist.compat.tensorflow import context
 from tfdist.coordination import keepalive, rendezvous
 from tfdist.coordination.quorum_client import QuorumClient
@@ -87,7 +86,7 @@ def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float
 
 
 def connect_quorum(
-    policy: Aggregation, cluster: Cluster, agreement: Agreement, stall_timeout_secs: float
+    policy: Aggregation, cluster: clusters.Cluster, agreement: Agreement, stall_timeout_secs: float
 ) -> tuple[QuorumClient, QuorumServer | None]:
     """Starts the quorum server on the chief, and connects this worker to it; all workers call it.
 
@@ -107,7 +106,7 @@ def connect_quorum(
       ConnectionError: another worker was given a secret, and this one was not.
     """
     tasks, server = cluster.training_tasks, None
-    names, own = [str(task) for task in tasks], os.environ.get(JOB_SECRET_VARIABLE)
+    names, own = [str(task) for task in tasks], os.environ.get(clusters.JOB_SECRET_VARIABLE)
 
     def start_server() -> dict[str, Any]:
         nonlocal server
@@ -121,7 +120,7 @@ def connect_quorum(
     secret = opened["secret"] or own
     if secret is None:
         raise ConnectionError(
-            f"{JOB_SECRET_VARIABLE} is set on {names[0]} and not here; give all workers the same, or none"
+            f"{clusters.JOB_SECRET_VARIABLE} is set on {names[0]} and not here; give all workers the same, or none"
         )
     worker, (host, _) = tasks.index(cluster.task), _sockets.split_address(cluster.address(tasks[0]))
     # The chief's own name may mean nothing on its own machine.

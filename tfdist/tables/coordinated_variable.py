@@ -143,8 +143,7 @@ class CoordinatedVariable(variables.ServerVariable):
         delta = None if is_apart else self._match_addition(value)
         if delta is None:
             return self._write(super().assign, value, use_locking=use_locking, name=name, read_value=read_value)
-        postponed = getattr(_watchers, "postponed", None)
-        if postponed is not None and postponed.take(self, delta):
+        if _thread.postponed is not None and _thread.postponed.take(self, delta):
             return value
         operation = self.stored.assign_add if delta.sign > 0 else self.stored.assign_sub
         value = self._nearby(delta.value)
@@ -183,10 +182,9 @@ class CoordinatedVariable(variables.ServerVariable):
         elif graphs.in_dataset_function():
             return getattr(self._copy_for_data(), write.__name__)(*args, **kwargs)
         else:
-            postponed = getattr(_watchers, "postponed", None)
-            if postponed is not None:
-                postponed.add(self)
-            for watcher in getattr(_watchers, "writes", ()):
+            if _thread.postponed is not None:
+                _thread.postponed.add(self)
+            for watcher in _thread.watchers:
                 watcher(self)
         self._writes += 1
         part = self._part()
@@ -259,12 +257,11 @@ class CoordinatedVariable(variables.ServerVariable):
 @contextlib.contextmanager
 def watched(watcher: Callable[[CoordinatedVariable], None]) -> Iterator[None]:
     """Context in which `watcher` is called before each write that this thread traces."""
-    before = getattr(_watchers, "writes", ())
-    _watchers.writes = (*before, watcher)
+    before, _thread.watchers = _thread.watchers, (*_thread.watchers, watcher)
     try:
         yield
     finally:
-        _watchers.writes = before
+        _thread.watchers = before
 
 
 @contextlib.contextmanager
@@ -275,7 +272,7 @@ def postponed_additions(variables: Sequence[Any]) -> Iterator[None]:
       variables: Keras variables, of which nothing is read in between but to add to them, such as those of metrics.
     """
     values = {id(variable.value): variable.value for variable in variables}
-    _watchers.postponed = postponed = _Postponed(
+    _thread.postponed = postponed = _Postponed(
         [value for value in values.values() if isinstance(value, CoordinatedVariable)]
     )
     try:
@@ -283,7 +280,7 @@ def postponed_additions(variables: Sequence[Any]) -> Iterator[None]:
         for variable in postponed.variables:
             postponed.add(variable)
     finally:
-        _watchers.postponed = None
+        _thread.postponed = None
 
 
 class _Postponed:
@@ -310,7 +307,15 @@ class _Postponed:
                 variable.assign_add(tf.add_n(deltas), read_value=False)
 
 
-_watchers = threading.local()
+class _Thread(threading.local):
+    """What holds for the variables in this thread: who is told of writes, what is postponed, and the part updated."""
+
+    watchers: tuple[Callable[[CoordinatedVariable], None], ...] = ()
+    postponed: _Postponed | None = None
+    part: ShardRows | None = None
+
+
+_thread = _Thread()
 
 
 def _scatter(name: str) -> Callable[..., Any]:
@@ -380,24 +385,17 @@ class ShardRows(NamedTuple):
         return tf.TensorShape([self.sizes[self.index] if self.rows is None else None, *whole[1:]])
 
 
-class _Updating(threading.local):
-    part: ShardRows | None = None
-
-
-_updating = _Updating()
-
-
 @contextlib.contextmanager
 def updating(part: ShardRows) -> Iterator[None]:
     """Context in which variables with the same shards stand for their part, in this thread."""
-    before, _updating.part = _updating.part, part
+    before, _thread.part = _thread.part, part
     try:
         yield
     finally:
-        _updating.part = before
+        _thread.part = before
 
 
 def part_being_updated(sizes: tuple[int, ...]) -> ShardRows | None:
     """Returns the part that variables with these shards stand for, or None for the whole."""
-    part = _updating.part
+    part = _thread.part
     return part if part is not None and part.sizes == sizes else None
