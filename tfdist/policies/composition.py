@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfdist.policies.asynchronous import Asynchronous
@@ -52,14 +52,6 @@ _WITHOUT_TRANSFORMS = {
     ParameterAveraging: "its replicas send parameters, and no gradients; give the optimizer a clipnorm, or leave one "
     "away",
 }
-# Arguments of strategies that some policies exclude: the values concerned, the policies, and the reason.
-_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], type[Policy], str]] = {
-    "devices_per_replica": (
-        lambda count: count > 1,
-        Compression,
-        "it encodes the gradients of one device per worker; leave it away, or use devices_per_replica=1",
-    ),
-}
 # The policy that "the first one" means in each reason.
 _FIRST = {_IN_STEP: Aggregation, _ALONE: ParameterAveraging, _ONE_OF_A_KIND: Policy}
 
@@ -84,7 +76,7 @@ class Composition:
 
 
 def check_policies(
-    policies: Iterable[Any] | None, strategy: str, transforms: Sequence[Any] = (), **arguments: Any
+    policies: Iterable[Any] | None, strategy: str, transforms: Sequence[Any] = (), devices_per_replica: int = 1
 ) -> tuple[Policy, ...]:
     """Checks a list of policies before any work starts.
 
@@ -92,14 +84,14 @@ def check_policies(
       policies: the user's argument; None for no policies.
       strategy: the strategy's name, such as "MirroredStrategy".
       transforms: the gradient transforms beside them.
-      **arguments: other arguments of the strategy, checked by themselves: `devices_per_replica`.
+      devices_per_replica: argument of the strategy, checked by itself.
 
     Returns:
       The policies.
 
     Raises:
       ValueError: an element is no policy, or is not compatible with the strategy, with another policy, with gradient
-        transforms, or with an argument.
+        transforms, or with `devices_per_replica`.
     """
     given: tuple[Any, ...] = (policies,)
     is_list = policies is None or (isinstance(policies, Iterable) and not isinstance(policies, str))
@@ -138,14 +130,14 @@ def check_policies(
                 f"policies: {policy!r} and transforms don't go together under {strategy}: {reason}. "
                 f"Received: transforms={list(transforms)!r}"
             )
-    for name, value in arguments.items():
-        excludes, kind, reason = _ARGUMENTS[name]
-        for policy in policies if excludes(value) else ():
-            if isinstance(policy, kind):
-                raise ValueError(f"policies: {policy!r} does not go with {name}={value!r}: {reason}. {received}")
-    is_averaged = any(isinstance(policy, ParameterAveraging) for policy in policies)
     for policy in policies:
-        if is_averaged and isinstance(policy, Compression) and getattr(policy.codec, "momentum", 0):
+        if isinstance(policy, Compression) and devices_per_replica > 1:
+            raise ValueError(
+                f"policies: {policy!r} does not go with devices_per_replica={devices_per_replica!r}: it encodes the "
+                f"gradients of one device per worker; leave it away, or use devices_per_replica=1. {received}"
+            )
+        is_averaged = any(isinstance(each, ParameterAveraging) for each in policies)
+        if isinstance(policy, Compression) and is_averaged and getattr(policy.codec, "momentum", 0):
             raise ValueError(
                 f"policies: {policy!r} has momentum, by which a difference of parameters would count several times; "
                 f"beside ParameterAveraging give the codec momentum=0. {received}"

@@ -89,16 +89,16 @@ def run_step(
             of_model = optimizers.optimizers_of(model) if training and not last else []
             updates = [last] if last else [_Update(strategy, each, weigh, sum_up, finish) for each in of_model]
             told = logs_of_metrics.MetricResults([metric for metric in model.metrics if one_replica.counts(metric)])
-            written = _WrittenWeights(model)
+            noting_writes, written = _noting_writes(model)
             checked = recording.check_counts(model) if strategy.num_replicas_in_sync > 1 else []
             changes = [(each.optimizer, "apply", each.apply) for each in updates]
-            changes += [*weights.of_losses(model), *told.changes(), *written.changes(), *checked]
+            changes += [*weights.of_losses(model), *told.changes(), *noting_writes, *checked]
             with (
                 optimizers.patched_attributes(changes),
                 _filled(strategy, step, data, parts, shares, sum_over_workers) as given,
             ):
                 logs = run(*given)
-        kept = [*models.statistics_of(model), *written.found] if training else []
+        kept = [*models.statistics_of(model), *written.values()] if training else []
         return _Results(strategy, shares, sum_over_workers, told, sum_gradients, times, sums).merge(logs, kept, last)
 
 
@@ -384,32 +384,26 @@ def part_of_replica(strategy: Any, data: Any, replica: int) -> Any:
     return tf.nest.map_structure(pick, data)
 
 
-class _WrittenWeights:
-    """Trainable weights that a step assigns itself. Without a reduction each replica would keep a value of its own."""
+def _noting_writes(model: keras.Model) -> tuple[list[tuple[Any, str, Any]], dict[int, Any]]:
+    """Returns patches that note which trainable weights a step assigns itself, and these weights, by id.
 
-    def __init__(self, model: keras.Model) -> None:
-        self._weights = [weight for weight in model.trainable_variables if hasattr(weight.value, "values")]
-        self._found: dict[int, Any] = {}
+    Without a reduction each replica would keep a value of its own. Optimizers bypass the patches.
+    """
+    found: dict[int, Any] = {}
 
-    @property
-    def found(self) -> list[Any]:
-        """Keras variables that the traced step assigns."""
-        return list(self._found.values())
-
-    def changes(self) -> list[tuple[Any, str, Any]]:
-        """Returns patches that record assignments, for `optimizers.patched_attributes`; optimizers bypass them."""
-        return [(weight, "assign", self._noting(weight)) for weight in self._weights]
-
-    def _noting(self, weight: Any) -> Callable[[Any], Any]:
+    def noting(weight: Any) -> Callable[[Any], Any]:
         assign_to = weight.assign
 
         def assign(value: Any) -> Any:
             # A constraint is part of the update, which all replicas make alike.
             if not isinstance(tf.distribute.get_replica_context(), one_replica.LoneReplica):
-                self._found[id(weight)] = weight
+                found[id(weight)] = weight
             return assign_to(value)
 
         return assign
+
+    weights = [weight for weight in model.trainable_variables if one_replica.is_mirrored(weight)]
+    return [(weight, "assign", noting(weight)) for weight in weights], found
 
 
 @dataclasses.dataclass(frozen=True)

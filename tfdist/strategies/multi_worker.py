@@ -99,9 +99,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     ) -> None:
         transforms = gradient_transforms.in_order(transforms)
         _devices.check_devices_per_replica(devices_per_replica, "MultiWorkerMirroredStrategy")
-        policies = composition.check_policies(
-            policies, "MultiWorkerMirroredStrategy", transforms, devices_per_replica=devices_per_replica
-        )
+        policies = composition.check_policies(policies, "MultiWorkerMirroredStrategy", transforms, devices_per_replica)
         _communication.check_communication(communication)
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         cluster = _multi_worker_cluster.find_cluster(cluster_resolver)
@@ -166,15 +164,6 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
     # What can be known without asking is not asked: all workers read the same batches (`_shared_datasets.compare`), so
     # each knows the size of a batch, and in which step the data end. Where that does not hold, such as for data of
     # unknown length, TensorFlow's own iterator asks the others.
-
-    def _in_fit(self, own: tf.data.Dataset, whole: Callable[[], Any]) -> handles.DistributedDataset:
-        """Makes the data set whose batches `fit` reads like that.
-
-        Args:
-          own: this worker's part of each batch, with the size of the batch.
-          whole: makes the stock data set.
-        """
-        return _PartsInFit(lambda: self._times and self._times.begin_pass(), step_times.timed(own), whole)
 
     def _run_timed(self, step: Step, timed: step_times.Timed) -> Any:
         if self._averaging:
@@ -268,8 +257,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if self.distribution.transforms.list:
             tasks = [str(task) for task in agreement.tasks]
             exchange = Messages(self._sums, tasks, agreement.tasks.index(agreement.task))
-            memory = ProcessMemory(self, exchange)
-            self.distribution.transforms = Transforms(self.distribution.transforms.list, memory)
+            self.distribution.transforms.memory = ProcessMemory(self, exchange)
         if compression:
             self._compressed = CompressedSums(compression, self._sums, agreement)
             self.distribution.bytes_sent = self._compressed.bytes_sent
@@ -437,7 +425,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             whole = self._averaging.distribute(mapped() if mapped else dataset, lambda: distributed)
         # If the length is not known, the workers agree on the end in each step.
         if self._knows_sizes and is_known and tf.executing_eagerly():
-            whole = self._in_fit(own, lambda: distributed)
+            whole = _PartsInFit(self._times, step_times.timed(own), lambda: distributed)
         return self._warming.distribute(whole, [own]) if self._warming else whole
 
     def distribute_datasets_from_function(
@@ -487,17 +475,17 @@ class _PartsInFit(handles.DistributedDataset):
     """Parts of this worker of batches whose size every worker knows, for `fit`; all others read the stock data set.
 
     Args:
-      begin_pass: called before each pass of `fit`.
+      times: the clock of the steps.
       own: see `DistributedDataset`.
       whole: see `DistributedDataset`.
     """
 
-    def __init__(self, begin_pass: Callable[[], object], own: tf.data.Dataset, whole: Callable[[], Any]) -> None:
+    def __init__(self, times: Any, own: tf.data.Dataset, whole: Callable[[], Any]) -> None:
         super().__init__(None, own, whole)
-        self._begin_pass = begin_pass
+        self._times: step_times.StepClock = times
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly() or calls.iterating_fit() is None:
             return iter(self.whole)
-        self._begin_pass()
+        self._times.begin_pass()
         return iter(self.own)

@@ -514,9 +514,7 @@ def _checked_policies(
             f"data_sharding must be one of {', '.join(map(repr, _SHARDINGS))}. "
             f"Received: data_sharding={data_sharding!r}"
         )
-    checked = composition.check_policies(
-        policies, "ParameterServerStrategy", transforms, devices_per_replica=devices_per_replica
-    )
+    checked = composition.check_policies(policies, "ParameterServerStrategy", transforms, devices_per_replica)
     for policy in checked:
         if isinstance(policy, Compression):
             on_servers.check_codec(policy.codec, f"Received: policies={list(checked)!r}")
