@@ -270,11 +270,6 @@ class Own(NamedTuple):
     parts: tuple[Any, ...]
 
 
-def is_plain(dataset: Any, options: Any) -> bool:
-    """Returns True for a data set of global batches, which are to be divided among the replicas."""
-    return options is None and isinstance(dataset, tf.data.Dataset) and tf.executing_eagerly()
-
-
 def parts_of_replicas(given: Any, replicas: Sequence[int], num_replicas: int) -> list[ReplicaPart]:
     """Returns the parts of a batch that the replicas of this worker train on.
 

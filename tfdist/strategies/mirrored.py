@@ -14,7 +14,6 @@ from tfdist import _machine
 from tfdist import transforms as gradient_transforms
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context, inputs, replicas
-from tfdist.engines import averaging as averaging_data
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.engines.warmup import WarmupEngine
@@ -148,15 +147,12 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             context.mirrored_trains()
         if isinstance(dataset, ReplicaDataset):
             return dataset
-        if self._averaging is not None and averaging_data.is_plain(dataset, options):
-            return self._averaging.distribute(dataset, lambda: self._divide(dataset, options))
-        return self._divide(dataset, options)
-
-    def _divide(self, dataset: Any, options: Any) -> Any:
-        is_plain = options is None and isinstance(dataset, tf.data.Dataset)
-        if self._engine is not None and is_plain and tf.executing_eagerly():
-            return self._engine.distribute(dataset, lambda: self._synchronous(dataset, options))
-        return self._synchronous(dataset, options)
+        is_plain = options is None and isinstance(dataset, tf.data.Dataset) and tf.executing_eagerly()
+        # The policies of one exclude those of the other.
+        engine = self._averaging or self._engine
+        if engine is None or not is_plain:
+            return self._synchronous(dataset, options)
+        return engine.distribute(dataset, lambda: self._synchronous(dataset, options))
 
     def _synchronous(self, dataset: Any, options: Any) -> Any:
         replicas = self.num_replicas_in_sync
