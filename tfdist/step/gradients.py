@@ -189,8 +189,7 @@ class Transforms:
     def on_replica(self, *args: Any, with_arrival: bool = True, **kwargs: Any) -> list[Any]:
         """Runs what is to be done before gradients are sent; see `run` for the arguments."""
         places = ON_REPLICA if with_arrival else (REPLICA,)
-        replica = self.memory.replica if self.has(*places) else 0
-        return self.run(places, *args, replica=replica, **kwargs)
+        return self.run(places, *args, replica=lambda: self.memory.replica(), **kwargs)
 
     def at_update(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs what is to be done with the sum of gradients; see `run` for the arguments."""

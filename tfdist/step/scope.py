@@ -140,15 +140,9 @@ def colocating(
       stock: the strategy's own `colocate_vars_with`.
     """
 
-    @contextlib.contextmanager
-    def colocate_vars_with(variable: Any) -> Iterator[None]:
-        if tf.distribute.get_strategy() is strategy:
-            with stock(variable):
-                yield
-            return
-
-        with _redirected(scope, lambda: stock(variable)):
-            yield
+    def colocate_vars_with(variable: Any) -> contextlib.AbstractContextManager:
+        is_in_scope = tf.distribute.get_strategy() is strategy
+        return stock(variable) if is_in_scope else _redirected(scope, lambda: stock(variable))
 
     return colocate_vars_with
 
@@ -157,16 +151,12 @@ def _redirected(
     scope: Callable[[], contextlib.AbstractContextManager], colocate: Callable[[], contextlib.AbstractContextManager]
 ) -> contextlib.AbstractContextManager:
     def create(_: Any, **arguments: Any) -> Any:
-        return graphs.call_outside(_make, scope, colocate, arguments, placement.current())
+        part = placement.current()
+
+        def make() -> Any:
+            with scope(), placement.creating(part), colocate():
+                return tf.Variable(**{name: value for name, value in arguments.items() if name in _ARGUMENTS})
+
+        return graphs.call_outside(make)
 
     return tf.variable_creator_scope(create)
-
-
-def _make(
-    scope: Callable[[], contextlib.AbstractContextManager],
-    colocate: Callable[[], contextlib.AbstractContextManager],
-    arguments: dict[str, Any],
-    part: int | None,
-) -> Any:
-    with scope(), placement.creating(part), colocate():
-        return tf.Variable(**{name: value for name, value in arguments.items() if name in _ARGUMENTS})

@@ -203,17 +203,13 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _prepare(self, model: keras.Model) -> None:
         super()._prepare(model)
-        if self._compressed and not self._is_in_phase:
+        if self._compressed and not self.distribution.is_warming():
             self._compressed.prepare(model)
 
     @property
-    def _is_in_phase(self) -> bool:
-        """True in the phase of a `Warmup`, whose gradients are not encoded."""
-        return self._warmup is not None and not self._warmup.is_over
-
-    @property
     def _sum_gradients(self) -> SumGradients | None:
-        return self._compressed.anywhere if self._compressed and not self._is_in_phase else None
+        # In the phase of a warmup gradients are not encoded.
+        return self._compressed.anywhere if self._compressed and not self.distribution.is_warming() else None
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
