@@ -105,7 +105,6 @@ class Recording(models.ReadingScope):
         self.graph: Any = tf.compat.v1.get_default_graph()
         self.num_applied = 0
         self._findings = findings
-        self._unwritten = dict(self.state_mapping)
         self._touched: dict[int, Any] = {}
         self._writes: list[Write] = []
         self._updated: dict[int, Any] = {}
@@ -169,10 +168,6 @@ class Recording(models.ReadingScope):
         for variable in {**touched, **written}.values():
             value = tf.convert_to_tensor(self.get_current_value(variable))
             self._writes.append(Write(variable, value, self.num_applied))
-
-    def start_of(self, variable: Any) -> tf.Tensor | None:
-        """Returns the initial tensor of a variable of `starts`."""
-        return self._unwritten.get(id(variable))
 
 
 # Captured calls of `optimizer.apply` in a traced step: their gradients are kept, and nothing is applied.

@@ -198,7 +198,7 @@ class SplitTrainStep:
 
     def _contributed(self, batch: Any, batch_rows: tf.Tensor | None) -> ReplicaContribution:
         layout = self._layout
-        starts, begun_with = self._starts()
+        starts = self._starts()
         scope = Recording(starts, self._findings)
         changed = [(o, "apply", capture(o, layout.applied, scope)) for o in optimizers.optimizers_of(self.model)]
         share = functools.partial(losses.share_of_batch, batch, batch_rows, self._total_num_replicas)
@@ -217,7 +217,7 @@ class SplitTrainStep:
             result = tf.autograph.experimental.do_not_convert(self._step.function)(handles.without_optionals(batch))
             self._notice_summaries()
         writes = scope.writes()
-        counts, new_states, maxima = self._sort(writes, scope, begun_with, weight)
+        counts, new_states, maxima = self._sort(writes, {id(variable): start for variable, start in starts}, weight)
         are_sums = is_unknown and losses.are_sums(self.model)
         for call in layout.applied:
             call.are_sums = are_sums or (is_unknown and id(call.optimizer) in self._sums.optimizers)
@@ -283,8 +283,8 @@ class SplitTrainStep:
 
         return weight
 
-    def _starts(self) -> tuple[list[tuple[Any, tf.Tensor]], dict[int, tf.Tensor]]:
-        """Returns the initial values of the variables (zero for metrics' sums), and of other states by variable id."""
+    def _starts(self) -> list[tuple[Any, tf.Tensor]]:
+        """Returns the variables whose value before the step is asked for, with that value: zero for metrics' sums."""
         metrics = self.model.metrics_variables
         counters = [v for v in metrics if v.aggregation == "sum" and id(v) not in self._findings.states]
         counted = {id(variable) for variable in counters}
@@ -293,27 +293,23 @@ class SplitTrainStep:
             others += self.model.non_trainable_variables
         kept = {id(variable): (variable, tf.identity(tf.convert_to_tensor(variable))) for variable in others}
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in counters]
-        return [*zeros, *kept.values()], {key: start for key, (_, start) in kept.items()}
+        return [*zeros, *kept.values()]
 
     def _sort(
-        self,
-        writes: Sequence[recording.Write],
-        scope: Recording,
-        begun_with: dict[int, tf.Tensor],
-        weight: Any,
+        self, writes: Sequence[recording.Write], starts: dict[int, tf.Tensor], weight: Any
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
         """Sorts writes into counts, states and maxima.
 
         Args:
           writes: those of the step.
-          scope: where they were recorded.
-          begun_with: values before the step by variable id.
+          starts: values before the step by variable id.
           weight: of the replica's means.
         """
         counts, new_states, maxima = [], [], []
         metrics = {id(variable) for variable in self.model.metrics_variables}
         for variable, value, position in writes:
-            mode = self._mode(variable, value, scope) if id(variable) in metrics else "mean"
+            start = starts.get(id(variable))
+            mode = self._mode(variable, value, start) if id(variable) in metrics else "mean"
             if mode == "count":
                 self._layout.counters.append(variable)
                 counts.append(value)
@@ -323,16 +319,13 @@ class SplitTrainStep:
             if state.is_extreme:
                 maxima.append(value if mode == recording.MAXIMUM else -value)
             else:
-                new_states.append(
-                    summable(change(value, begun_with.get(id(variable)) if self._is_relative else None), weight)
-                )
+                new_states.append(summable(change(value, start if self._is_relative else None), weight))
         return counts, new_states, maxima
 
-    def _mode(self, variable: Any, value: tf.Tensor, scope: Recording) -> str:
+    def _mode(self, variable: Any, value: tf.Tensor, start: tf.Tensor | None) -> str:
         """Returns the reduction over replicas of a metric's variable."""
         is_sum, is_state = variable.aggregation == "sum", id(variable) in self._findings.states
         is_readable = id(variable) not in self._findings.stand_ins
-        start = scope.start_of(variable)
         kind = recording.kind(value, start) if is_readable and start is not None else recording.OTHER
         if is_sum and not is_state:
             if is_readable and kind == recording.ADDITION:

@@ -94,17 +94,15 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         self.distribution.shown = {"devices": [each.rpartition("device:")[2] for each in self.extended.worker_devices]}
         record = self.distribution.recorder.record
         self._engine = ThreadedEngine(self, policy, names, record, stall_timeout_secs) if policy else None
+        parts, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
         if composed.averaging:
-            replicas = range(self.num_replicas_in_sync)
             times = self._take_times(self.num_replicas_in_sync, None, "/device:CPU:0", averages=True)
-            averaging = composed.averaging, replicas, self._sum_over_workers, 1, self._prepare, times
-            self._averaging = AveragingEngine(self, *averaging)
+            self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, 1, self._prepare, times)
         self._is_exclusive = bool(policies)
         if composed.warmup:
-            replicas, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
             # Without a policy for what follows, the number of examples is not known after the phase.
             counted = record if policy else lambda update, _: record(update)
-            self._warming = WarmupEngine(self, composed.warmup, replicas, sum_up, counted)
+            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, counted)
         if policy:
             self.distribution.spares = lambda: getattr(policy, "spares", None)
         self.distribution.take(policies, self._engine, self._warming, self._averaging)
