@@ -25,9 +25,6 @@ from tfdist.compat.tensorflow.variables import LocalVariable
 class TraceAgain(Exception):  # noqa: N818, it is no error
     """The step must be traced again, with the new findings."""
 
-    def __init__(self) -> None:
-        super().__init__("policies: the step is traced again, with what the last trace has found")
-
 
 class Findings:
     """Findings of earlier traces of a step, which the next trace uses.
@@ -55,7 +52,7 @@ class Findings:
     def _ask(self, known: dict[int, Any], variable: Any) -> None:
         if id(variable) not in known:
             known[id(variable)], self._is_new = variable, True
-            raise TraceAgain
+            raise TraceAgain("policies: the step is traced again, with what the last trace has found")
 
     def settled(self, trace: Callable[[], Any]) -> Any:
         """Calls `trace` until a trace finds nothing new; returns its result."""
