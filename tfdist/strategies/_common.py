@@ -34,6 +34,7 @@ from tfdist.step import rehearsal, scope, trials
 from tfdist.step.replicas import (
     REDUCED,
     build_optimizer,
+    check_fixed_sizes,
     check_model,
     mark_reduced,
     part_of_replica,
@@ -43,6 +44,7 @@ from tfdist.step.replicas import (
 from tfdist.step.step import Step
 from tfdist.step.step_times import StepClock, Timed
 from tfdist.strategies.distribution import Closing
+from tfdist.telemetry.report import Report
 
 
 def is_handed_out(dataset: tf.data.Dataset) -> bool:
@@ -290,6 +292,20 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         first = getattr(value, "values", None) or self.experimental_local_results(value)
         shape = first[0].shape if hasattr(first[0], "shape") else np.shape(first[0])
         return tf.TensorShape(shape).rank == 0
+
+    def report(self) -> Report:
+        """Returns the counts since the strategy was built, equal on all workers."""
+        self.distribution.collect()
+        report = self.distribution.recorder.report()
+        return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
+
+    def _accepted(self, dataset: Any) -> tuple[Any, Any]:
+        """Checks a data set that is to be distributed; returns it as it is read, and Keras' iterator that asks."""
+        self.distribution.check_open()
+        calls.refuse_overlap(self, self._is_exclusive)
+        epoch_iterator = calls.epochs_being_made()
+        check_fixed_sizes(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
+        return inputs.untuned(dataset, epoch_iterator), epoch_iterator
 
     def _prepare(self, model: keras.Model) -> None:
         """Checks a model and builds its optimizer, before its train step is traced; all workers call it alike."""

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdist import _machine
 from tfdist import transforms as gradient_transforms
-from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context, inputs, replicas
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.threads import ThreadedEngine
@@ -22,11 +21,9 @@ from tfdist.passes.replica_batches import ReplicaDataset, ReplicaDatasetFromFunc
 from tfdist.policies import composition
 from tfdist.policies.base import Policy
 from tfdist.step.gradients import ProcessMemory, Transforms
-from tfdist.step.replicas import check_fixed_sizes
 from tfdist.strategies import _common, _devices
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
-from tfdist.telemetry.report import Report
 
 # TensorFlow tells the collectives of a process apart by numbers that each strategy counts from this one.
 _KEY_BASES = itertools.count(2**16, 2**16)
@@ -120,11 +117,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
 
         With a policy, iterating over the result gives handles, for `strategy.run(model.train_step, args=(handle,))`.
         """
-        self.distribution.check_open()
-        calls.refuse_overlap(self, self._is_exclusive)
-        epoch_iterator = calls.epochs_being_made()
-        check_fixed_sizes(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
-        dataset = inputs.untuned(dataset, epoch_iterator)
+        dataset, _ = self._accepted(dataset)
         distributed = self._distributed(dataset, options)
         return distributed if options is not None else progress.remember(distributed, dataset, self._distributed)
 
@@ -207,12 +200,6 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
             return super().gather(value, axis)
         with tf.device(self.extended.worker_devices[0]):
             return tf.concat(parts, axis)
-
-    def report(self) -> Report:
-        """Returns the counts since the strategy was built."""
-        self.distribution.collect()
-        report = self.distribution.recorder.report()
-        return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
 
 
 def _grouped(devices: Any, cross_device_ops: Any, devices_per_replica: int) -> Sequence[Sequence[str]]:

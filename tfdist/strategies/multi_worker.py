@@ -30,13 +30,12 @@ from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Policy, Update
 from tfdist.step import one_replica, step_times, trials
 from tfdist.step.gradients import ProcessMemory, Transforms
-from tfdist.step.replicas import check_fixed_sizes, run_step
+from tfdist.step.replicas import run_step
 from tfdist.step.step import Step
 from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_calls, _shared_datasets
 from tfdist.strategies._compressed_sums import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
-from tfdist.telemetry.report import Report
 from tfdist.transport import gathers
 from tfdist.transport.sums import Messages, WorkerSums
 
@@ -316,23 +315,13 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self._gathers[key] = tf.function(lambda given: stock(given, axis), input_signature=[spec], autograph=False)
         return self._gathers[key](value)
 
-    def report(self) -> Report:
-        """Returns the counts since the strategy was built, equal on all workers."""
-        self.distribution.collect()
-        report = self.distribution.recorder.report()
-        return self.distribution.complete(self._averaging.complete(report) if self._averaging else report)
-
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any = None) -> Iterable[Any]:
         """Divides each batch of `dataset` among the replicas of all workers, as evenly as its size allows.
 
         With the auto-shard policy OFF each worker may have a data set of its own, of which all batches are used. With
         FILE and HINT TensorFlow gives each worker its files, or its shard.
         """
-        self.distribution.check_open()
-        calls.refuse_overlap(self, self._is_exclusive)
-        epoch_iterator = calls.epochs_being_made()
-        check_fixed_sizes(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
-        dataset = inputs.untuned(dataset, epoch_iterator)
+        dataset, epoch_iterator = self._accepted(dataset)
         if self._quorum or self._knows_sizes:
             # With an unknown size the end shows within a step, which ends an execution of several steps in the middle.
             dataset = inputs.sized(dataset, epoch_iterator)
