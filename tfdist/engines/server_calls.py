@@ -165,11 +165,6 @@ class ServerMemory(Memory):
         for variable, value in zip(self._on_servers(state), values, strict=True):
             variable.assign(value, read_value=False)
 
-    @property
-    def num_replicas(self) -> int:
-        """See `Memory`."""
-        return self._num_workers
-
     def collect(self, states: Sequence[Kept]) -> list[list[np.ndarray]]:
         """See `Memory`: a worker that is lost has the state of the beginning."""
         on_servers = {

@@ -68,11 +68,6 @@ class Memory(abc.ABC):
           is_only: True if this is traced once for all replicas of the process, and not on each.
         """
 
-    @property
-    @abc.abstractmethod
-    def num_replicas(self) -> int:
-        """Number of replicas of the job."""
-
     @abc.abstractmethod
     def collect(self, states: Sequence[Kept]) -> list[list[np.ndarray]]:
         """Returns the values of some states, flat, of each replica of the job, on the chief; at the update of one."""
@@ -286,7 +281,6 @@ class Transforms:
         by_replica = self.memory.collect(states)
         described = {
             "transforms": [repr(each) for each in self.list],
-            "replicas": self.memory.num_replicas,
             "states": [state.described() for state in states],
         }
         return described, [array for arrays in by_replica for array in arrays]
@@ -384,11 +378,6 @@ class ProcessMemory(Memory):
     @property
     def _count(self) -> int:
         return len(self._devices)
-
-    @property
-    def num_replicas(self) -> int:
-        """See `Memory`."""
-        return self._count * (self._exchange.num_workers if self._exchange else 1)
 
     def _variables(self, state: Kept, index: int) -> list[tf.Variable]:
         if index not in state.held:
