@@ -213,7 +213,6 @@ class FakeDataset:
         self._shares = list(shares)
         self._known = known
         self.kind = worker_batch.kind_of(cluster, self.element_spec)
-        self.next_one = worker_batch.WorkerBatch(self.kind)
 
     @property
     def cardinality(self) -> int:

@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("as_in_keras_loop
 # Errors of the user's step.
 
 
-def failing_at(bad: Any, message: str = "my own message") -> Callable[[Any], None]:
+def failing_at(bad: Any) -> Callable[[Any], None]:
     def work(batch: Any) -> None:
         if batch == bad:
-            raise ValueError(message)
+            raise ValueError("my own message")
 
     return work
 

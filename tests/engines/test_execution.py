@@ -88,7 +88,7 @@ def test_a_closure_of_a_lost_worker_is_made_again_and_nothing_else() -> None:
 class Program:
     """Notes which calls are made."""
 
-    accumulation = adding = None
+    accumulation = None
 
     def __init__(self, num_several: int) -> None:
         self.num_several = num_several

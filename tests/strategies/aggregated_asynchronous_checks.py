@@ -215,18 +215,6 @@ def test_a_rule_that_gives_no_weight_ends_fit_and_the_next_one_is_clean(with_pol
     assert len(model.fit(X, Y, batch_size=BATCH, verbose=0).history["loss"]) == 1
 
 
-class Counter(keras.layers.Layer):
-    """Counts its calls in training, in a variable that is no metric's and that no gradient touches."""
-
-    def build(self, shape: Any) -> None:
-        self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        if training:
-            self.count.assign(self.count + 1)
-        return inputs
-
-
 class OwnLoss(keras.Model):
     """Model whose train_step does not touch the loss that Keras tracks."""
 

@@ -18,12 +18,6 @@ COUNT = 26
 TOTAL = sum(range(COUNT))
 
 
-class OneDevice:
-    """Leaves data sets as they are."""
-
-    experimental_distribute_dataset = staticmethod(lambda data: data)
-
-
 def numbers(strategy: Any, change: Callable[[tf.data.Dataset], tf.data.Dataset] = lambda data: data) -> Any:
     return strategy.experimental_distribute_dataset(change(tf.data.Dataset.range(COUNT)).batch(4))
 

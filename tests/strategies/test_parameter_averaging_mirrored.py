@@ -148,10 +148,6 @@ def test_an_outer_optimizer_is_given_the_averaged_difference(cpus):
     assert_alike(model)
 
 
-def _accumulated(optimizer: Any) -> int | None:
-    return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
-
-
 # Who looks.
 
 

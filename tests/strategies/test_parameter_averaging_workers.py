@@ -16,19 +16,15 @@ rng = np.random.default_rng(0)
 x, y = rng.random((45, 3), np.float32), rng.random((45, 1), np.float32)
 layers, optimizers = keras.layers, keras.optimizers
 
-def dense(scope, optimizer=lambda: optimizers.SGD(0.1), between=lambda: (), kind=keras.Sequential, **options):
+def dense(scope, optimizer=lambda: optimizers.SGD(0.1), between=lambda: (), **options):
     keras.utils.set_random_seed(3)
     with scope.scope():
-        model = kind([keras.Input((3,)), layers.Dense(8, "relu"), *between(), layers.Dense(1)])
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(8, "relu"), *between(), layers.Dense(1)])
         model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
     return model
 
 def values(variables):
     return [np.asarray(variable).tolist() for variable in variables]
-
-def largest(a, b):
-    pairs = zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True)
-    return max(float(np.abs(np.asarray(u) - np.asarray(v)).max()) for u, v in pairs)
 """
 
 PERIODS = """

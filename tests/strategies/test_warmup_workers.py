@@ -88,22 +88,6 @@ report("second", second.history)
 report("state", state(model))
 """
 
-# The workers' own data are 3 and 5 batches, and nobody knows before.
-LENGTHS = """
-strategy = tfdist.MultiWorkerMirroredStrategy(start_timeout_secs=60, policies=[tfdist.Warmup(steps=2)])
-model = dense(strategy)
-def own(context):
-    count = 12 if context.input_pipeline_id == 0 else 20
-    return tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(4).filter(lambda *_: True)
-seen = []
-def look(batch, logs):
-    seen.append(strategy.replicas_to_aggregate)
-watch = keras.callbacks.LambdaCallback(on_train_batch_end=look)
-model.fit(strategy.distribute_datasets_from_function(own), epochs=1, verbose=0, callbacks=[watch])
-report("seen", seen)
-report("state", state(model))
-"""
-
 # The first worker stays in the phase until it is killed.
 KILLED = """
 import time
