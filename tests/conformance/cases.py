@@ -183,10 +183,7 @@ for _name, _options in (("sum loss", {"calls": BOTH}), ("sum loss, eagerly", {"r
 # The last two of six batches are an execution, too.
 @_case("unknown length, steps_per_execution", 4)
 def _unknown_length(strategy: Any, steps_per_execution: int) -> Any:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = training.dense_model()
-        model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
+    model = training.compiled(strategy, optimizer=lambda: OPTIMIZERS.SGD(0.1), steps_per_execution=steps_per_execution)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(8)).filter(lambda x, y: True)
     history = model.fit(data, epochs=2, verbose=0).history
     return history, model.get_weights(), model.evaluate(data, verbose=0)
@@ -195,10 +192,7 @@ def _unknown_length(strategy: Any, steps_per_execution: int) -> Any:
 @_case("no batches")
 def _no_batches(strategy: Any) -> list[Any]:
     """Validation and evaluation of no batch have numbers of no example, and training goes on."""
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = training.dense_model()
-        model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=["mae"])
+    model = training.compiled(strategy, optimizer=lambda: OPTIMIZERS.SGD(0.1))
     data = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(batch_size(8))
     found = []
     for nothing in (data.take(0), data.filter(lambda x, y: False)):
@@ -242,10 +236,8 @@ def _places(strategy: Any) -> Any:
 @_case("sparse inputs, clipvalue")
 def _sparse_inputs(strategy: Any) -> Any:
     """Keras looks up each column that an example has once for all examples; clipping is after the sum of its rows."""
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,), sparse=True), LAYERS.Dense(4), LAYERS.Dense(1)])
-        model.compile(OPTIMIZERS.Adam(0.01, clipvalue=0.01), "mse")
+    layers = lambda: keras.Sequential([keras.Input((3,), sparse=True), LAYERS.Dense(4), LAYERS.Dense(1)])  # noqa: E731
+    model = training.compiled(strategy, layers, lambda: OPTIMIZERS.Adam(0.01, clipvalue=0.01), metrics=None)
     rows = tf.sparse.from_dense(np.where(X > 0.5, X, 0))
     data = tf.data.Dataset.from_tensor_slices((rows, Y)).batch(batch_size(8))
     return model.fit(data, epochs=2, verbose=0).history, model.get_weights()
@@ -373,10 +365,7 @@ def _predictions(strategy: Any) -> list[Any]:
 def _resumed(strategy: Any, directory: pathlib.Path) -> Any:
     """Numbers of the epochs after the interruption, which is between two checkpoints within an epoch."""
     for cut_off in ([CutOff(2 if training.SETTINGS.in_one_batch else 9)], []):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = training.dense_model()
-            model.compile(OPTIMIZERS.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        model = training.compiled(strategy, optimizer=lambda: OPTIMIZERS.SGD(0.1, momentum=0.9))
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch_size(8))
         resume = tfdist.callbacks.Resume(directory, 1 if training.SETTINGS.in_one_batch else 4)
         with pytest.raises(CutOffError) if cut_off else contextlib.nullcontext():
@@ -477,10 +466,7 @@ def _order(strategy: Any) -> list[Any]:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(45, seed=3).batch(batch_size(8))
     found = []
     for given in (data.map(lambda x, y: (tf.ensure_shape(x, [None, None]), y)), _Reversed()):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = training.dense_model()
-            model.compile(OPTIMIZERS.SGD(0.5), "mse", metrics=["mae"])
+        model = training.compiled(strategy, optimizer=lambda: OPTIMIZERS.SGD(0.5))
         found += [model.fit(given, epochs=2, verbose=0).history, model.get_weights()]
     return found
 
@@ -495,9 +481,7 @@ def _orders(strategy: Any) -> list[Any]:
     data, validation = (
         tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(45, seed=seed).batch(batch_size(8)) for seed in (3, 4)
     )
-    with strategy.scope():
-        model = training.dense_model()
-        model.compile(OPTIMIZERS.SGD(0.5), "mse", metrics=["mae"])
+    model = training.compiled(strategy, optimizer=lambda: OPTIMIZERS.SGD(0.5))
     part = validation.take(2)
     fits = [model.fit(data, epochs=count, verbose=0, validation_data=part).history for count in (3, 2)]
     return [fits, model.get_weights()]

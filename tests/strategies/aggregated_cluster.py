@@ -12,6 +12,7 @@ import changed_policies
 import keras
 import numpy as np
 import pytest
+import training
 
 import tfdist
 from tfdist.coordination import delay_hook
@@ -90,9 +91,4 @@ def layers() -> keras.Model:
 
 
 def compiled(strategy: Any, make: Callable[[], keras.Model] = layers, optimizer: Any = "sgd", **options: Any) -> Any:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = make()
-        made = optimizer() if callable(optimizer) else optimizer
-        model.compile(made, **{"loss": "mse", "metrics": ["mae"], **options})
-    return model
+    return training.compiled(strategy, make, optimizer, **options)

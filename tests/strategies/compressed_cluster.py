@@ -11,6 +11,7 @@ import changed_policies
 import keras
 import numpy as np
 import pytest
+import training
 
 import tfdist
 
@@ -39,12 +40,7 @@ def layers() -> keras.Model:
 
 
 def compiled(strategy: Any, make: Callable[[], keras.Model] = layers, optimizer: Any = "sgd", **options: Any) -> Any:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = make()
-        made = optimizer() if callable(optimizer) else optimizer
-        model.compile(made, **{"loss": "mse", **options})
-    return model
+    return training.compiled(strategy, make, optimizer, **{"metrics": None, **options})
 
 
 def fit(model: keras.Model, epochs: int = 2, x: np.ndarray = X) -> list[float]:

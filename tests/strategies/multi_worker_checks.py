@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import slow_workers
 import tensorflow as tf
+import training
 from training import OPTIMIZERS, X, Y, assert_close, dense_model
 
 import tfdist
@@ -30,20 +31,13 @@ CALLBACKS = keras.callbacks
 NUMBERS = np.arange(21, dtype=np.float32)[:, None]
 
 Both = Callable[[Any], list[Any]]
+compiled = functools.partial(training.compiled, optimizer=lambda: OPTIMIZERS.Adam(0.01))
 
 
 def index() -> int:
     task = tfdist.Cluster.from_environment().task
     assert task
     return task.index
-
-
-def compiled(strategy: Any, make: Callable[[], keras.Model] = dense_model, optimizer: Any = None) -> keras.Model:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = make()
-        model.compile(optimizer or OPTIMIZERS.Adam(0.01), "mse", metrics=["mae"])
-    return model
 
 
 def normalized() -> keras.Model:
@@ -430,9 +424,7 @@ def test_a_rate_that_one_worker_sets_in_fit_is_refused_after_that_epoch(strategy
             if index() == 1:
                 self.model.optimizer.learning_rate = 0.05
 
-    with strategy.scope():
-        model = dense_model()
-        model.compile(OPTIMIZERS.SGD(0.1), "mse")
+    model = compiled(strategy, optimizer=lambda: OPTIMIZERS.SGD(0.1))
     with pytest.raises(ValueError, match=r"models differ.*learning_rate of 0\.1 on worker:0, 0\.05 on worker:1"):
         model.fit(X, Y, batch_size=45, epochs=2, callbacks=Halving(), verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 1

@@ -18,6 +18,7 @@ from training import (
     Y,
     assert_close,
     assert_like_one_device,
+    compiled,
     dense_model,
     weighed_within_parts,
 )
@@ -92,9 +93,7 @@ def test_an_epoch_after_one_that_is_left_at_its_last_batch_has_all_data(strategy
             self.model.stop_training = False
             updates.append(int(self.model.optimizer.iterations.numpy()))
 
-    with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", "mse")
+    model = compiled(strategy)
     steps = len(X) // 8
     x, y = X[: 8 * steps], Y[: 8 * steps]
     model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[Limit()])
@@ -141,9 +140,7 @@ def test_predictions_of_single_batch_may_have_more_rows(strategy):
 def test_float16_skips_updates_that_are_not_finite_on_any_replica(strategy):
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        with strategy.scope():
-            model = dense_model()
-            model.compile(OPTIMIZERS.SGD(0.1), "mse")
+        model = compiled(strategy, optimizer=lambda: OPTIMIZERS.SGD(0.1), metrics=None)
         x = X[:8].copy()
         x[7] = np.inf  # on the last replica only
         before = model.get_weights()
@@ -171,11 +168,9 @@ class Steps(keras.Sequential):
         return {"loss": loss}
 
 
-def trained_by_own_step(strategy: Any, together: Callable[[Any], Any], reduction: str) -> Any:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = Steps(together)
-        model.compile(OPTIMIZERS.SGD(0.01), keras.losses.MeanSquaredError(reduction=reduction))
+def trained_by_own_step(strategy: Any, together: Callable[[Any], Any]) -> Any:
+    loss = keras.losses.MeanSquaredError(reduction="none")
+    model = compiled(strategy, lambda: Steps(together), lambda: OPTIMIZERS.SGD(0.01), loss=loss, metrics=None)
     return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history, model.get_weights()
 
 
@@ -184,7 +179,7 @@ TOGETHER = {"mean": tf.reduce_mean, "by batch": lambda each: tf.reduce_sum(each)
 
 @pytest.mark.parametrize("together", TOGETHER)
 def test_own_step_adds_up_as_on_one_device(strategy, together: str, capfd):
-    one, many = (trained_by_own_step(s, TOGETHER[together], "none") for s in (tf.distribute.get_strategy(), strategy))
+    one, many = (trained_by_own_step(s, TOGETHER[together]) for s in (tf.distribute.get_strategy(), strategy))
     assert_close(one, many)
     assert capfd.readouterr().err.count("a sum over the examples") == (together == "by batch")
 
@@ -197,7 +192,7 @@ def test_a_table_that_a_step_fills_has_the_examples_alone(strategy):
         table.insert(places, places)
         return tf.reduce_mean(losses)
 
-    trained_by_own_step(strategy, filled, "none")
+    trained_by_own_step(strategy, filled)
     assert int(table.size()) == 4  # Those of a replica.
 
 
@@ -320,9 +315,7 @@ def test_data_without_batches_is_refused(strategy):
 
 
 def test_traceback_of_a_wrong_shape_has_the_users_frames(strategy):
-    with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", "mse")
+    model = compiled(strategy)
     with pytest.raises(ValueError, match="incompatible with the layer") as raised:
         model.fit(X[:, :2], Y, verbose=0)
     # As on one device: of Keras only the function that has shortened it, and the one that has raised.
@@ -369,9 +362,7 @@ def test_update_in_a_conditional_is_refused_in_one_line(strategy):
 def test_empty_parts_are_filled_only_if_the_batch_size_is_unknown(strategy, monkeypatch):
     filled, calls = replicas.filled, []
     monkeypatch.setattr(replicas, "filled", lambda *given: calls.append(1) or filled(*given))
-    with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", "mse")
+    model = compiled(strategy, metrics=None)
     data = tf.data.Dataset.from_tensor_slices((X[:9], Y[:9]))
     model.fit(data.batch(4, drop_remainder=True), verbose=0)
     # Once to build the model from the first batch.
@@ -383,14 +374,13 @@ def test_empty_parts_are_filled_only_if_the_batch_size_is_unknown(strategy, monk
 
 
 def test_synchronized_batch_normalization_leaves_out_stand_in_examples(strategy):
+    def normalized() -> keras.Model:
+        layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((3,)), *layers])
+
     def trained(strategy):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
-            model = keras.Sequential([keras.Input((3,)), *layers])
-            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model = compiled(strategy, normalized, lambda: OPTIMIZERS.SGD(0.1))
         model.fit(X[:5], Y[:5], batch_size=4, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 
-    for one, many in zip(trained(tf.distribute.get_strategy()), trained(strategy), strict=True):
-        np.testing.assert_allclose(many, one, atol=1e-5)
+    assert_close(trained(tf.distribute.get_strategy()), trained(strategy))

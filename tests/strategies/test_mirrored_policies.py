@@ -20,6 +20,7 @@ from training import (
     X,
     Y,
     assert_close,
+    compiled,
     dense_model,
     trained,
 )
@@ -148,9 +149,7 @@ def test_a_decorated_step_follows_the_policy_and_a_function_is_refused(strategy)
 
 
 def test_evaluate_reads_all_of_one_s_own_data_sets(strategy, recwarn):
-    with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", "mse")
+    model = compiled(strategy)
     own = strategy.distribute_datasets_from_function(
         lambda _: tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(4)
     )
@@ -170,18 +169,15 @@ def kept(rows: slice) -> tuple[np.ndarray, ...]:
 def test_a_straggler_is_not_waited_for_and_leaves_no_trace(spared, cpus, gate):
     gate.only(2)
     logs = Logs()
-    keras.utils.set_random_seed(3)
-    with spared.scope():
-        model = normalized()
-        model.compile(OPTIMIZERS.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    optimizer = lambda: OPTIMIZERS.SGD(0.1, momentum=0.9)  # noqa: E731
+    model = compiled(spared, normalized, optimizer)
     before = spared.report()
     history = model.fit(X, Y, batch_size=9, epochs=3, shuffle=False, verbose=0, callbacks=[logs]).history
     report = spared.report()
     assert report.updates - before.updates == 15
     assert report.accepted["worker:2"] == before.accepted["worker:2"]
     fit = {"batch_size": 6, "epochs": 3}
-    options = {"model": normalized, "data": kept(slice(6)), "fit": fit, "calls": ()}
-    expected = trained(without_policy(cpus), lambda: OPTIMIZERS.SGD(0.1, momentum=0.9), **options)
+    expected = trained(without_policy(cpus), optimizer, normalized, data=kept(slice(6)), fit=fit)
     assert_close(expected, (model.get_weights(), history, logs.batches))
 
     # It takes part again as soon as it can, and what it was at is dropped.
@@ -197,12 +193,9 @@ def test_a_straggler_is_not_waited_for_and_leaves_no_trace(spared, cpus, gate):
 
 def test_sums_are_scaled_to_all_replicas(spared, cpus, gate):
     gate.only(2)
-    keras.utils.set_random_seed(3)
-    with spared.scope():
-        model = dense_model()
-        model.compile(OPTIMIZERS.SGD(0.01), keras.losses.MeanSquaredError(reduction="sum"))
+    options = {"loss": keras.losses.MeanSquaredError(reduction="sum"), "metrics": None}
+    model = compiled(spared, optimizer=lambda: OPTIMIZERS.SGD(0.01), **options)
     history = model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
-    options = {"loss": keras.losses.MeanSquaredError(reduction="sum"), "metrics": None, "calls": ()}
     # The sum over 6 of 9 examples stands for that over 9.
     expected = trained(
         ONE_DEVICE, lambda: OPTIMIZERS.SGD(0.015), data=kept(slice(6)), fit={"batch_size": 6, "epochs": 2}, **options
@@ -227,9 +220,7 @@ def test_a_slow_pipeline_of_its_own_makes_a_replica_late(spared):
         released.wait()
         return x
 
-    with spared.scope():
-        model = dense_model()
-        model.compile("sgd", "mse")
+    model = compiled(spared)
     before = spared.report()
     try:
         model.fit(spared.distribute_datasets_from_function(own), epochs=2, verbose=0)
@@ -242,9 +233,7 @@ def test_a_slow_pipeline_of_its_own_makes_a_replica_late(spared):
 
 def test_the_number_of_spares_follows_what_the_devices_take(cpus, capfd):
     strategy = tfdist.MirroredStrategy(cpus[:3], policies=[tfdist.BackupWorkers(spares="auto")])
-    with strategy.scope():
-        model = dense_model()
-        model.compile(OPTIMIZERS.Adam(0.01), "mse")
+    model = compiled(strategy, optimizer=lambda: OPTIMIZERS.Adam(0.01))
     with tfdist.testing.Delays({"*": tfdist.testing.constant(0.01), "worker:2": tfdist.testing.constant(0.15)}):
         model.fit(np.tile(X, (4, 1)), np.tile(Y, (4, 1)), batch_size=4, epochs=2, verbose=0)
     updates, counted = int(model.optimizer.iterations.numpy()), strategy.report()
@@ -278,9 +267,7 @@ def test_a_strategy_that_nobody_needs_ends_its_threads(cpus):
     def train() -> tuple[weakref.ref, set[threading.Thread]]:
         before = set(threading.enumerate())
         strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
-        with strategy.scope():
-            model = dense_model()
-            model.compile("sgd", "mse")
+        model = compiled(strategy)
         model.fit(X, Y, batch_size=8, verbose=0)
         return weakref.ref(strategy), set(threading.enumerate()) - before
 
@@ -298,9 +285,7 @@ def test_a_strategy_that_nobody_needs_ends_its_threads(cpus):
 def test_close_ends_the_threads_and_refuses_further_training(cpus: list[str]) -> None:
     before = {thread.name for thread in threading.enumerate()}
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.BackupWorkers(spares=0)])
-    with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", "mse")
+    model = compiled(strategy)
     model.fit(X, Y, verbose=0)
     assert repr(strategy) == "<tfdist.MirroredStrategy devices=['CPU:0', 'CPU:1'] policies=[BackupWorkers(spares=0)]>"
     strategy.close()

@@ -10,17 +10,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from training import OPTIMIZERS, X, Y, assert_close, compiled, dense_model
 
 import tfdist
 
 pytestmark = pytest.mark.devices
 
 # 45 examples in batches of 8: six steps, the last of 5 examples, which two replicas can't share evenly.
-RANDOM = np.random.default_rng(0)
-X = RANDOM.random((45, 3), np.float32)
-Y = RANDOM.random((45, 1), np.float32)
 BATCH = 8
-OPTIMIZERS = keras.optimizers
 
 
 class OwnStep(keras.Model):
@@ -45,21 +42,9 @@ class OwnStep(keras.Model):
         return {"error": error}
 
 
-def dense() -> keras.Model:
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
-
-
 def with_state() -> keras.Model:
     layers = [keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
     return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
-
-
-def compiled(strategy: Any, made: Callable[[], keras.Model], optimizer: Callable[[], Any], **options: Any) -> Any:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = made()
-        model.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
-    return model
 
 
 def batches(taking_part: Callable[[int], int], replicas: int, epochs: int) -> tf.data.Dataset:
@@ -96,7 +81,7 @@ def assert_copies_are_equal(model: keras.Model) -> None:
     [
         pytest.param(with_state, lambda: OPTIMIZERS.Adam(0.01), {}, id="statistics and seeds"),
         pytest.param(
-            dense,
+            dense_model,
             lambda: OPTIMIZERS.SGD(
                 0.1, clipnorm=0.05, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
             ),
@@ -175,7 +160,7 @@ def one_more_every(steps: int, total: int) -> Callable[[int], int]:
 )
 def test_all_go_on_from_what_one_has_learned(cpus: Sequence[str], num_devices, policies, data, taking_part):
     strategy = tfdist.MirroredStrategy(cpus[:num_devices], tf.distribute.ReductionToOneDevice(), policies=[*policies])
-    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9))
+    model = compiled(strategy, dense_model, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9))
     seen = []
 
     def look(batch: int, logs: Any) -> None:
@@ -184,12 +169,11 @@ def test_all_go_on_from_what_one_has_learned(cpus: Sequence[str], num_devices, p
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=look)
     found = model.fit(**data(), epochs=4, verbose=0, callbacks=[watch], validation_data=(X, Y)).history
 
-    alone = compiled(tf.distribute.get_strategy(), dense, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9))
+    alone = compiled(tf.distribute.get_strategy(), dense_model, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9))
     reference = batches(taking_part, num_devices, 4)
     expected = alone.fit(reference, epochs=4, steps_per_epoch=6, verbose=0, validation_data=(X, Y)).history
     assert seen == [taking_part(step) for step in range(24)]
-    for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_close(alone.get_weights(), model.get_weights())
     for name, series in expected.items():
         np.testing.assert_allclose(series, found[name], atol=1e-4, err_msg=name)
     assert int(model.optimizer.iterations.numpy()) == 24
@@ -209,10 +193,10 @@ def test_shuffle_has_the_order_of_one_device_in_and_after_the_phase(cpus: Sequen
         return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(45, seed=5).batch(BATCH)
 
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.Warmup(epochs=2), *policies])
-    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
+    model = compiled(strategy, dense_model, lambda: OPTIMIZERS.SGD(0.1))
     found = model.fit(shuffled(), epochs=4, verbose=0).history["loss"]
 
-    alone, data = compiled(tf.distribute.get_strategy(), dense, lambda: OPTIMIZERS.SGD(0.1)), shuffled()
+    alone, data = compiled(tf.distribute.get_strategy(), dense_model, lambda: OPTIMIZERS.SGD(0.1)), shuffled()
     halves = data.map(lambda x, y: (x[: tf.shape(x)[0] // 2], y[: tf.shape(y)[0] // 2]))
     expected = [loss for part in (halves, data) for loss in alone.fit(part, epochs=2, verbose=0).history["loss"]]
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -224,13 +208,12 @@ def test_replicas_with_data_of_their_own_go_on_where_they_are(cpus: Sequence[str
 
     policies = [tfdist.Warmup(steps=7), tfdist.BackupWorkers(spares=0)]
     strategy = tfdist.MirroredStrategy(cpus[:2], policies=policies)
-    model = compiled(strategy, dense, lambda: OPTIMIZERS.SGD(0.1))
+    model = compiled(strategy, dense_model, lambda: OPTIMIZERS.SGD(0.1))
     model.fit(strategy.distribute_datasets_from_function(own), epochs=2, verbose=0)
     # Both replicas have the same data, so each update is that of one device.
-    alone = compiled(tf.distribute.get_strategy(), dense, lambda: OPTIMIZERS.SGD(0.1))
+    alone = compiled(tf.distribute.get_strategy(), dense_model, lambda: OPTIMIZERS.SGD(0.1))
     alone.fit(own(None), epochs=2, verbose=0)
-    for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_close(alone.get_weights(), model.get_weights())
     assert strategy.report().accepted == {"worker:0": 20, "worker:1": 13}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from training import assert_close, batch_size
+from training import assert_close, batch_size, compiled
 
 X = np.random.default_rng(0).random((40, 3), np.float32)
 Y = np.random.default_rng(1).random((40, 1), np.float32)
@@ -136,10 +136,7 @@ def fitted_without_seeds(strategy: Any, is_early: bool) -> Any:
 
 def fitted(strategy: Any, model: Any, loss: str | None = None, size: int = 8) -> tuple[Any, Any]:
     """(history, weights) after two epochs."""
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        made = model()
-        made.compile(keras.optimizers.Adam(0.01), loss=loss, jit_compile=False)
+    made = compiled(strategy, model, lambda: keras.optimizers.Adam(0.01), loss=loss, metrics=None, jit_compile=False)
     options = {"epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (X[:10], Y[:10])}
     history = made.fit(X, Y, batch_size=batch_size(size), **options).history
     return history, made.get_weights()[:4]
@@ -266,10 +263,8 @@ class Stacked(keras.Sequential):
 
 def fitted_with_pairs(strategy: Any) -> Any:
     """(losses, weights) after two epochs of two batches."""
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = Stacked()
-        model.compile(keras.optimizers.Adam(0.01), jit_compile=False)
+    options = {"loss": None, "metrics": None, "jit_compile": False}
+    model = compiled(strategy, Stacked, lambda: keras.optimizers.Adam(0.01), **options)
     pairs = np.stack([X[:20], X[20:]]).reshape(2, 1, 20, 3)
     data = tf.data.Dataset.from_tensor_slices(np.concatenate([pairs, pairs], 1).swapaxes(0, 1))
     return model.fit(data, epochs=2, verbose=0).history, model.get_weights()

@@ -69,6 +69,18 @@ class OwnStep(keras.Model):
         return {"own": self.mean.result(), "constant": 2.5}
 
 
+def compiled(
+    strategy: Any, make: Callable[[], Any] = dense_model, optimizer: str | Callable[[], Any] = "sgd", **options: Any
+) -> Any:
+    """A model that is made and compiled in scope, from the same seeds each time."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = make()
+        made = optimizer() if callable(optimizer) else optimizer
+        model.compile(made, **{"loss": "mse", "metrics": ["mae"], **options})
+    return model
+
+
 def trained(
     strategy: Any,
     optimizer: Callable[[], Any],
@@ -84,10 +96,7 @@ def trained(
     fit = {"batch_size": 8, "epochs": 2, "shuffle": False, **options.pop("fit", {})}
     fit["batch_size"] = batch_size(fit["batch_size"])
     data = options.pop("data", (X, Y))
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        made = model()
-        made.compile(optimizer(), **{"loss": "mse", "metrics": ["mae"], **options})
+    made = compiled(strategy, model, optimizer, **options)
     logs = Logs()
     history = made.fit(*data, verbose=0, callbacks=[logs], **fit).history
     after = {
@@ -145,10 +154,7 @@ def with_uneven_pipelines(strategy: Any, metric: Callable[..., Any]) -> tuple[An
         return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(size)
 
     def trained_with(data: Any) -> Any:
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = dense_model()
-            model.compile(OPTIMIZERS.SGD(0.1), "mse", metrics=[metric, "mae"])
+        model = compiled(strategy, optimizer=lambda: OPTIMIZERS.SGD(0.1), metrics=[metric, "mae"])
         history = model.fit(data, epochs=2, verbose=0).history
         return model.get_weights(), history
 
