@@ -11,23 +11,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from aggregated_cluster import BATCH, COUNT, IDS, NUM_WORKERS, STALL_SECS, STEPS, X, Y, compiled, layers
-from waiting import wait_until
+from aggregated_cluster import IDS, NUM_WORKERS, Examples, compiled, leaves_nothing_behind  # noqa: F401
+from parameter_server_cluster import BATCH, COUNT, STEPS, X, Y, layers
 
 import tfdist
 from tfdist import transforms
-from tfdist.compat.tensorflow import coordinator
 from tfdist.coordination import delay_hook
 from tfdist.step import gradients
 
 Policies = Callable[..., tfdist.ParameterServerStrategy]
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
-    """In the place of the general check, which would take a worker that was started again for one left behind."""
-    yield
-    wait_until(lambda: not coordinator.lost_workers(cluster.distribution.coordinator), STALL_SECS)
 
 
 @pytest.fixture
@@ -42,22 +34,6 @@ def slow() -> Iterator[None]:
     delay_hook.set_hook(delay)
     yield
     delay_hook.uninstall(delay)
-
-
-class Examples(keras.metrics.Metric):
-    """Counts examples, and adds up a number that each of them has."""
-
-    def __init__(self) -> None:
-        super().__init__(name="examples")
-        self.count = self.add_variable((), "zeros", name="count")
-        self.sum = self.add_variable((), "zeros", name="sum")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.count.assign(self.count + tf.cast(tf.shape(y_true)[0], "float32"))
-        self.sum.assign(self.sum + tf.reduce_sum(y_true))
-
-    def result(self) -> Any:
-        return {"examples": tf.convert_to_tensor(self.count), "sum": tf.convert_to_tensor(self.sum)}
 
 
 # Each label is another number, and their sum is exact in float32.

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from aggregated_cluster import BATCH, STEPS, X, Y, compiled, layers
+from aggregated_cluster import compiled
+from parameter_server_cluster import STEPS, dataset
 
 import tfdist
 from tfdist.engines import rounds
-
-
-def dataset() -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
 
 
 def test_workers_see_the_end_of_unknown_length_without_an_error(
@@ -34,7 +31,7 @@ def test_workers_see_the_end_of_unknown_length_without_an_error(
 
     monkeypatch.setattr(rounds.RoundStep, "contribute_next", reading)
     for policy in (tfdist.BackupWorkers(spares=0), tfdist.SoftSync(updates=4)):
-        model = compiled(with_policies(policy), layers, "sgd")
+        model = compiled(with_policies(policy))
         batches = dataset().filter(lambda x, y: True)
         model.fit(batches, epochs=2, verbose=0)
         assert int(model.optimizer.iterations.numpy()) == 2 * STEPS

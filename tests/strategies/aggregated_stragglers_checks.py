@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,37 +12,15 @@ import made
 import numpy as np
 import pytest
 import tensorflow as tf
-from aggregated_cluster import NUM_WORKERS, STALL_SECS, Straggler, X, Y, compiled
+from aggregated_cluster import NUM_WORKERS, Examples, Straggler, compiled, leaves_nothing_behind  # noqa: F401
+from parameter_server_cluster import X, Y
 from training import Logs
-from waiting import wait_until
 
 import tfdist
-from tfdist.compat.tensorflow import coordinator
 from tfdist.coordination import delay_hook, round_runner
 from tfdist.engines import rounds
 
 LAST = NUM_WORKERS - 1
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
-    """In the place of the general check, which would take a worker that was started again for one left behind."""
-    yield
-    wait_until(lambda: not coordinator.lost_workers(cluster.distribution.coordinator), STALL_SECS)
-
-
-class Examples(keras.metrics.Metric):
-    """Counts examples."""
-
-    def __init__(self) -> None:
-        super().__init__(name="examples")
-        self.count = self.add_variable((), "zeros", name="count")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.count.assign(self.count + tf.cast(tf.shape(y_true)[0], "float32"))
-
-    def result(self) -> Any:
-        return tf.convert_to_tensor(self.count)
 
 
 def wide() -> keras.Model:
