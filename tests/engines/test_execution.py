@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from fake_cluster import Batch, FakeCluster, FakeDataset, FakeProgram, running_engine
+from fake_passes import all_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,9 +57,7 @@ def run_pass(
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any), st.integers(1, 12))
 def test_each_batch_is_used_once_however_many_make_an_execution(shares: list[int], per_execution: int) -> None:
     batches, updates = run_pass(shares, per_execution)
-    assert sorted(batches) == [
-        Batch(worker, position) for worker, size in enumerate(shares) for position in range(size)
-    ]
+    assert sorted(batches) == all_of(shares)
     assert [update.step for update in updates] == list(range(1, sum(shares) + 1))
 
 
