@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import X, Y, dense_model
+from training import X, Y, compiled
 
 import tfdist
 from tfdist.transforms import GradientTransform
@@ -24,19 +24,18 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def fit(transforms: list[Any], policies: Any = (), devices: int = 2, **options: Any) -> tuple[Any, Any]:
-    """A model after six steps of 8 examples, and its strategy."""
-    keras.utils.set_random_seed(3)
+def fit(
+    transforms: list[Any], policies: Any = (), devices: int = 2, x: Any = X[:40], batch_size: int = 8, **options: Any
+) -> tuple[Any, Any]:
+    """A model that is compiled with these options after one epoch, and its strategy."""
     names = [f"CPU:{index}" for index in range(devices)]
     strategy = tfdist.MirroredStrategy(names, policies=policies, transforms=transforms)
-    with strategy.scope():
-        model = dense_model()
-        model.compile(options.pop("optimizer", "sgd"), "mse")
-    model.fit(options.pop("x", X[:40]), Y[:40], batch_size=8, shuffle=False, verbose=0, **options)
+    model = compiled(strategy, **{"metrics": None, **options})
+    model.fit(x, Y[: len(x)], batch_size=batch_size, shuffle=False, verbose=0)
     return model, strategy
 
 
-def noting(where: str, found: list[Any]) -> GradientTransform:
+def noting(where: str) -> GradientTransform:
     """Keeps, in state, what each update is given, as numbers."""
 
     def update(gradients: Any, state: Any, info: Any) -> Any:
@@ -48,7 +47,7 @@ def noting(where: str, found: list[Any]) -> GradientTransform:
 
 @EACH
 def test_facts_are_those_of_replica_and_update(policies: Callable[[], Any]):
-    model, strategy = fit([noting(where, []) for where in T.PLACES], policies())
+    model, strategy = fit([noting(where) for where in T.PLACES], policies())
     _, arrays = strategy.distribution.transforms.collect(model)
     first, arrival, update, *others = np.asarray(arrays)
     # Five updates of 8 examples, of which each replica has 4.
@@ -65,14 +64,9 @@ def test_state_does_not_change_where_gradients_do_not_count(policies: Callable[[
     # Of batches of one example one replica has none; of a step that overflows, no replica's gradient counts.
     data = X[:3].copy()
     data[1] = np.inf
-    keras.utils.set_random_seed(3)
-    strategy = tfdist.MirroredStrategy(
-        ["CPU:0", "CPU:1"], policies=policies(), transforms=[T.momentum_correction(), noting("replica", [])]
-    )
-    with strategy.scope():
-        model = dense_model()
-        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    model.fit(data, Y[:3], batch_size=1, shuffle=False, verbose=0)
+    optimizer = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))  # noqa: E731
+    transforms = [T.momentum_correction(), noting("replica")]
+    model, strategy = fit(transforms, policies(), x=data, batch_size=1, optimizer=optimizer)
     _, arrays = strategy.distribution.transforms.collect(model)
     halves = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     none, some = sorted(halves, key=lambda half: half[-1][4])
@@ -91,10 +85,10 @@ def test_the_scale_of_losses_falls_where_a_transform_removes_what_is_not_finite(
     data[9] = np.inf
 
     def scaled(transforms: list[Any]) -> Any:
-        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+        optimizer = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 64.0)  # noqa: E731
         model, _ = fit(transforms, policies(), optimizer=optimizer, x=data)
-        assert float(optimizer.dynamic_scale) == 32.0
-        return [*model.get_weights(), float(optimizer.dynamic_scale)]
+        assert float(model.optimizer.dynamic_scale) == 32.0
+        return model.get_weights()
 
     for found, expected in zip(scaled([T.skip_nonfinite(where)]), scaled([]), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -143,9 +137,8 @@ def test_results_of_another_kind_are_refused_by_name(update: Any, message: str):
 
 def test_a_function_of_the_user_s_own_that_applies_gradients_is_refused():
     strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"], transforms=[T.identity()])
+    model = compiled(strategy)
     with strategy.scope():
-        model = dense_model()
-        model.compile("sgd", "mse")
         model.optimizer.build(model.trainable_variables)
 
     def own() -> None:
@@ -160,27 +153,17 @@ def test_a_function_of_the_user_s_own_that_applies_gradients_is_refused():
 
 
 def test_local_momentum_is_that_of_sgd_where_replicas_have_equal_parts():
-    found, _ = fit([T.momentum_correction(0.9)], optimizer=keras.optimizers.SGD(0.1))
-    expected, _ = fit([], optimizer=keras.optimizers.SGD(0.1, momentum=0.9))
+    found, _ = fit([T.momentum_correction(0.9)], optimizer=lambda: keras.optimizers.SGD(0.1))
+    expected, _ = fit([], optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9))
     for one, other in zip(found.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_steps_per_execution_and_eager_steps_transform_as_single_steps_do():
-    expected, _ = fit([T.momentum_correction(0.5), T.add_noise(0.1)])
-    for options in ({"steps": 4}, {"eager": True}):
-        keras.utils.set_random_seed(3)
-        transforms = [T.momentum_correction(0.5), T.add_noise(0.1)]
-        strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"], transforms=transforms)
-        with strategy.scope():
-            model = dense_model()
-            model.compile(
-                "sgd",
-                "mse",
-                steps_per_execution=options.get("steps", 1),
-                run_eagerly=bool(options.get("eager")),
-            )
-        model.fit(X[:40], Y[:40], batch_size=8, shuffle=False, verbose=0)
+    transforms = [T.momentum_correction(0.5), T.add_noise(0.1)]
+    expected, _ = fit(transforms)
+    for options in ({"steps_per_execution": 4}, {"run_eagerly": True}):
+        model, _ = fit(transforms, **options)
         for one, other in zip(model.get_weights(), expected.get_weights(), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
