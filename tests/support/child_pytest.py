@@ -108,6 +108,7 @@ def run(
     options = ["-q", "-p", plugin, "-p", "no:cacheprovider", "--timeout=240", "--tb=short"]
     options += ["-m", request.config.option.markexpr, f"--rootdir={HERE.parent}"]
     with PortReservation(num_workers) as reserved, contextlib.ExitStack() as stack:
+        folders = [str(HERE / name) for name in ("strategies", "conformance", "support")]
         addresses = dict(enumerate(f"127.0.0.1:{port}" for port in reserved.ports))
         processes = []
         for index in range(num_workers or 1):
@@ -116,14 +117,14 @@ def run(
             script.write_text(_PROGRAM.format(arguments=[*options, f"--junitxml={report}", *chosen]))
             environment = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([*_folders(), os.environ["PYTHONPATH"]]),
+                "PYTHONPATH": os.pathsep.join([*folders, os.environ["PYTHONPATH"]]),
                 SHARED: str(shared),
             }
             if num_workers:
                 environment["TF_CONFIG"] = Cluster({"worker": addresses}, Task("worker", index)).to_tf_config()
             log = stack.enter_context((shared / f"{index}.log").open("wb"))
             processes.append(prefork.start(script, environment, log, HERE.parent, index))
-            stack.callback(_end, processes[-1])
+            stack.callback(processes[-1].end)
         deadline = time.monotonic() + timeout_secs
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -158,10 +159,6 @@ def outcomes_of(plugin: str, timeout_secs: float) -> Any:
     return outcomes
 
 
-def _folders() -> list[str]:
-    return [str(HERE / "strategies"), str(HERE / "conformance"), str(HERE / "support")]
-
-
 def _read(report: pathlib.Path) -> tuple[dict[tuple[str, str], list[str]], dict[tuple[str, str], float]]:
     """(problems, seconds) by check, and by check with its parameters; nothing without a report."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -173,12 +170,6 @@ def _read(report: pathlib.Path) -> tuple[dict[tuple[str, str], list[str]], dict[
             found.setdefault((owner, key), []).extend(problems)
             secs[owner, key] = secs.get((owner, key), 0.0) + float(case.get("time", 0.0))
     return found, secs
-
-
-def _end(process: prefork.Process) -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait()
 
 
 def expect_success(outcomes: Outcomes, check: Check) -> None:

@@ -63,6 +63,11 @@ class Process:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def end(self) -> None:
+        """Kills it if it is still running."""
+        self.kill()
+        self.wait()
+
 
 def start(path: pathlib.Path, env: Mapping[str, str], output: BinaryIO, cwd: pathlib.Path, index: int = 0) -> Process:
     """Runs a Python file in a fork.

@@ -58,8 +58,7 @@ class Worker:
         try:
             return self.process.wait(timeout_secs)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.process.end()
             raise
 
     @property
@@ -109,8 +108,20 @@ def workers(
         running = []
         for index in range(num_workers if started is None else started):
             cluster = Cluster({"worker": dict(enumerate(addresses))}, Task("worker", index))
-            inside = {"TFDIST_TEST_SPACE": [*machines][index]} if machines else {}
-            running.append(_start(stack, path, shared, cluster, index, {**env, **inside}))
+            log = stack.enter_context((shared / f"{index}.log").open("wb"))
+            environment = {
+                # By default a test that asks for nothing is of TensorFlow's collectives.
+                "TFDIST_COMMUNICATION": "tensorflow",
+                **os.environ,
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "TF_CONFIG": cluster.to_tf_config(),
+                "TFDIST_TEST_SHARED": str(shared),
+                **env,
+                **({"TFDIST_TEST_SPACE": [*machines][index]} if machines else {}),
+            }
+            process = prefork.start(path, environment, log, shared, index)
+            stack.callback(process.end)
+            running.append(Worker(process, shared, index))
         yield running
 
 
@@ -131,32 +142,3 @@ def run(
         if any(codes):
             raise AssertionError(f"exit codes {codes}\n" + "\n----\n".join(worker.output for worker in running))
         return [worker.found for worker in running]
-
-
-def _start(
-    stack: contextlib.ExitStack,
-    path: pathlib.Path,
-    shared: pathlib.Path,
-    cluster: Cluster,
-    index: int,
-    env: Mapping[str, str],
-) -> Worker:
-    log = stack.enter_context((shared / f"{index}.log").open("wb"))
-    environment = {
-        # By default a test that asks for nothing is of TensorFlow's collectives.
-        "TFDIST_COMMUNICATION": "tensorflow",
-        **os.environ,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_CONFIG": cluster.to_tf_config(),
-        "TFDIST_TEST_SHARED": str(shared),
-        **env,
-    }
-    process = prefork.start(path, environment, log, shared, cluster.task.index)
-    stack.callback(_end, process)
-    return Worker(process, shared, index)
-
-
-def _end(process: prefork.Process) -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait()

@@ -13,8 +13,7 @@ import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping
 
 import prefork
 import psutil
@@ -74,10 +73,9 @@ def _carries(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-@contextlib.contextmanager
 def running(
     script: str, directory: pathlib.Path, env: Mapping[str, str] = {}, name: str = "script", is_fork: bool = True
-) -> Iterator[Program]:
+) -> contextlib.AbstractContextManager[Program]:
     """Starts Python code (after `_HEADER`) in `directory`; what is left of its family is killed at the end.
 
     Args:
@@ -89,37 +87,28 @@ def running(
     """
     path = directory / f"{name}.py"
     path.write_text(_HEADER + textwrap.dedent(script))
-
-    def start(environment: Mapping[str, str], output: BinaryIO) -> Any:
-        if is_fork:
-            return prefork.start(path, environment, output, directory)
-        command = [sys.executable, str(path)]
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
-
-    with _started(start, directory, env, name) as program:
-        yield program
+    return _started(path if is_fork else [sys.executable, str(path)], directory, env, name)
 
 
-@contextlib.contextmanager
-def serving(env: Mapping[str, str], directory: pathlib.Path, name: str = "serving") -> Iterator[Program]:
+def serving(
+    env: Mapping[str, str], directory: pathlib.Path, name: str = "serving"
+) -> contextlib.AbstractContextManager[Program]:
     """Starts the task that TF_CONFIG in `env` names, as a process that only serves."""
-    command = [sys.executable, "-m", "tfdist.serving.task"]
-
-    def start(environment: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
-
-    with _started(start, directory, env, name) as program:
-        yield program
+    return _started([sys.executable, "-m", "tfdist.serving.task"], directory, env, name)
 
 
 @contextlib.contextmanager
 def _started(
-    start: Callable[[Mapping[str, str], BinaryIO], Any], directory: pathlib.Path, env: Mapping[str, str], name: str
+    command: list[str] | pathlib.Path, directory: pathlib.Path, env: Mapping[str, str], name: str
 ) -> Iterator[Program]:
+    """Starts a command, or a Python file in a fork."""
     log, mark = directory / f"{name}.log", uuid.uuid4().hex
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", _MARK: mark, **env}
     with log.open("wb") as output:
-        process = start(environment, output)
+        if isinstance(command, pathlib.Path):
+            process = prefork.start(command, environment, output, directory)
+        else:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
     program = Program(process, log, mark)
     try:
         yield program

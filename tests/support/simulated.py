@@ -87,17 +87,13 @@ def on_workers(meeting: Meeting, num_workers: int, call: Callable[[int], Any]) -
             results[worker] = error
             meeting.abort()
 
-    run_together([lambda worker=worker: work(worker) for worker in range(num_workers)])
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_TIMEOUT_SECS)
     errors = [result for result in results if isinstance(result, BaseException)]
     errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
     if errors:
         raise errors[0]
     return results
-
-
-def run_together(functions: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=function, daemon=True) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(_TIMEOUT_SECS)
