@@ -151,7 +151,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks the tests that a class of `tests/conformance` inherits and calls slow."""
-    if getattr(item, "originalname", item.name) in getattr(getattr(item, "cls", None), "slow_tests", set)():
+    tests = getattr(getattr(item, "cls", None), "other_tests", dict)()
+    if tests.get(getattr(item, "originalname", item.name)):
         item.add_marker(pytest.mark.slow)
 
 

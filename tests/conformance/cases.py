@@ -629,12 +629,8 @@ SLOW = {
             *("batches_given_by_name", "seed_generators_made_outside_of_the_scope", "weights_set_within_the_loop"),
             *("train_step_of_keras_given_to_run", "saved_models"),
             *("data_set_as_an_argument", "two_optimizers_and_a_persistent_tape", "checkpoints"),
-            *(
-                "train_function_of_keras",
-                "gradients_clipped_after_their_sum",
-                "models_saved_and_exported",
-                "reduced_within_a_replica",
-            ),
+            *("train_function_of_keras", "gradients_clipped_after_their_sum", "models_saved_and_exported"),
+            "reduced_within_a_replica",
         )
     ),
 }

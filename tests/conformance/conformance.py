@@ -74,20 +74,18 @@ class Numbers:
         return {case: case not in quick for case in CASES if case in promised}
 
     @classmethod
-    def slow_tests(cls) -> set[str]:
-        """Returns names of the tests that are slow."""
+    def other_tests(cls) -> dict[str, bool]:
+        """Returns the names of the tests beside the cases, each with True if it is slow."""
         tests = {name for name in dir(cls) if name.startswith("test_") and getattr(cls, name) and name != _OF_NUMBERS}
         quick = tests if cls.quick_tests is None else cls.quick_tests
         assert quick <= tests, quick - tests
-        return tests - quick
+        return {name: name not in quick for name in sorted(tests)}
 
     @classmethod
     def checks(cls) -> list[tuple[str, bool]]:
         """Names of the tests, and whether they are slow; each case has one."""
-        slow = cls.slow_tests()
-        tests = [name for name in dir(cls) if name.startswith("test_") and getattr(cls, name) and name != _OF_NUMBERS]
-        found = [(name, name in slow) for name in tests]
-        return found + [(f"{_OF_NUMBERS}[{case}]", is_slow) for case, is_slow in cls.cases().items()]
+        cases = {f"{_OF_NUMBERS}[{case}]": is_slow for case, is_slow in cls.cases().items()}
+        return [*(cls.other_tests() | cases).items()]
 
     def expected(self, case: str, found: Any, directory: pathlib.Path) -> Any:
         """The numbers of one device; those of several processes that find the same are compared here."""

@@ -42,10 +42,7 @@ class TestMultiWorker(Workers):
     quick = frozenset(
         {
             *("single batches", "parts of two sizes", "predictions of other dtypes", "run_eagerly"),
-            *(
-                f"loop, {name}"
-                for name in (*("iterator_as_an_argument", "next_until_the_end", "data_sets_from_a_function"),)
-            ),
+            *("loop, iterator_as_an_argument", "loop, next_until_the_end", "loop, data_sets_from_a_function"),
         }
     )
 

@@ -39,18 +39,9 @@ class TestAsynchronous(Conformance):
     }
     # A step is that of one device here: these are about where its variables are, and how its results come back.
     # Suites on devices have the other numbers, and `TestAggregated` what happens to parts of a batch.
-    quick = frozenset(
-        {
-            *("sparse", "metric that shows its variable", "loop, metrics_and_evaluation_within_the_loop"),
-        }
-    )
+    quick = frozenset({"sparse", "metric that shows its variable", "loop, metrics_and_evaluation_within_the_loop"})
     # `parameter_server_*checks.py` count what is read, and have callbacks, errors and own steps.
-    quick_tests = frozenset(
-        {
-            "test_exception_in_the_step_keeps_its_type",
-            "test_steps_on_single_batches",
-        }
-    )
+    quick_tests = frozenset({"test_exception_in_the_step_keeps_its_type", "test_steps_on_single_batches"})
     # Batches are not divided.
     test_batch_of_several_first_dimensions_is_refused = None
     # Logs that are no metrics are those of any step; `parameter_server_inputs_checks.py` counts in metrics.

@@ -22,13 +22,9 @@ class TestMirroredLoops(Numbers):
         {
             *("first call, step without call", "first call, loop", "no run, optimizer alone"),
             "no run, in scope, graph, loss scale",
-            *(
-                f"loop, {name}"
-                for name in (
-                    *("for_outside_of_a_graph", "batches_unpacked_by_the_caller", "optional_in_a_graph"),
-                    *("results_of_replicas", "values_from_a_function", "optimizers_made_outside_of_the_scope"),
-                )
-            ),
+            *("loop, for_outside_of_a_graph", "loop, batches_unpacked_by_the_caller", "loop, optional_in_a_graph"),
+            *("loop, results_of_replicas", "loop, values_from_a_function"),
+            "loop, optimizers_made_outside_of_the_scope",
         }
     )
 

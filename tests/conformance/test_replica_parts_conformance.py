@@ -20,11 +20,7 @@ class TestSpanningDevices(Conformance):
     is_exclusive = False
     # Where an operation runs depends on the parts of a step: eager, graph and loops, gradients that are dense, sparse
     # and of a loop, sums that an optimizer clips. `TestMirrored` has the others on one device each.
-    quick = frozenset(
-        {
-            *("run_eagerly", "embedding, clipnorm", "loop, gradient_penalty"),
-        }
-    )
+    quick = frozenset({"run_eagerly", "embedding, clipnorm", "loop, gradient_penalty"})
     quick_tests = frozenset()
 
     @pytest.fixture(scope="class")
