@@ -60,9 +60,9 @@ def test_before_the_first_update_one_replica_takes_part():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, "steps=None, epochs=None"),
-        ({"steps": 1, "epochs": 1}, "steps=1, epochs=1"),
-        ({"steps": 0}, "steps=0"),
+        ({}, "Received: steps=None, epochs=None"),
+        ({"steps": 1, "epochs": 1}, "give one of them.* Received: steps=1, epochs=1"),
+        ({"steps": 0}, "must be an integer of at least 1. Received: steps=0"),
         ({"epochs": -1}, "epochs=-1"),
         ({"steps": 1.5}, "steps=1.5"),
         ({"epochs": True}, "epochs=True"),
@@ -74,5 +74,5 @@ def test_lengths_that_make_no_sense_are_refused(options, named):
 
 
 def test_a_single_replica_has_nobody_to_join_it():
-    with pytest.raises(ValueError, match="total_num_replicas=1"):
+    with pytest.raises(ValueError, match=r"needs a second replica.*total_num_replicas=1"):
         begun(1, steps=3)
