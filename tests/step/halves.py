@@ -85,10 +85,6 @@ def state(model: keras.Model) -> list[np.ndarray]:
     return [variable.numpy() for variable in (*model.variables, *model.metrics_variables)] + optimizer
 
 
-def assert_close(expected: Any, found: Any) -> None:
-    tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), expected, found)
-
-
 SIZES = (9, 9, 7, 2, 3)
 
 

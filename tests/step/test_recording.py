@@ -9,8 +9,9 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from halves import Halves, X, Y, assert_close, batches, made
+from halves import Halves, X, Y, batches, made
 from own_models import Combined
+from training import assert_close
 
 from tfdist.step import recording
 from tfdist.tables.coordinated_variable import CoordinatedVariable

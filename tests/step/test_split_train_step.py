@@ -12,7 +12,8 @@ import numpy as np
 import own_models
 import pytest
 import tensorflow as tf
-from halves import Halves, X, Y, assert_close, batches, dense, made, state
+from halves import Halves, X, Y, batches, dense, made, state
+from training import assert_close
 
 pytestmark = pytest.mark.devices
 
