@@ -219,16 +219,16 @@ def keras_variables() -> Any:
         yield
 
 
-def race(step: Callable[[], Any], times: int = 200, workers: int = 4) -> None:
-    """Runs a traced step many times from several threads at once."""
-    together = threading.Barrier(workers)
+def race(step: Callable[[], Any]) -> None:
+    """Runs a traced step 200 times from each of four threads at once."""
+    together = threading.Barrier(4)
 
     def work() -> None:
         together.wait()
-        for _ in range(times):
+        for _ in range(200):
             step()
 
-    threads = [threading.Thread(target=work) for _ in range(workers)]
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -14,13 +14,13 @@ from tfdist.tables.coordinated_variable import CoordinatedVariable
 pytestmark = pytest.mark.devices
 
 
-def ahead(step: Callable[..., Any], value: float = 7.0) -> tuple[list[Any], CoordinatedVariable]:
-    """Returns the result of a step that is traced with `value` read ahead, and its variable, which is 1."""
+def ahead(step: Callable[..., Any]) -> tuple[list[Any], CoordinatedVariable]:
+    """Returns the result of a step that is traced with 7 read ahead, and its variable, which is 1."""
     on = CoordinatedVariable(tf.Variable(1.0), lambda writes: None)
 
     @tf.function(autograph=False)
     def traced() -> Any:
-        on.ahead = tf.constant(value)
+        on.ahead = tf.constant(7.0)
         try:
             return step(on)
         finally:

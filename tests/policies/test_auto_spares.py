@@ -21,15 +21,15 @@ def _auto(total_num_replicas: int, max_spares: int | None = None) -> tfdist.Back
     return policy
 
 
-def _rounds(policy: base.Aggregation, num_updates: int, secs: list[float], time: float = 0.0) -> list[base.Update]:
+def _rounds(policy: base.Aggregation, num_updates: int, secs: list[float]) -> list[base.Update]:
     """Updates for which every replica that may starts, and all arrive; returns them."""
     updates = []
     for _ in range(num_updates):
         for replica in range(len(secs)):
             if policy.may_start(replica):
-                policy.started(replica, time)
-                policy.arrived(replica, policy.step, time + secs[replica])
-        updates.append(policy.updated(time + max(secs)))
+                policy.started(replica, 0.0)
+                policy.arrived(replica, policy.step, secs[replica])
+        updates.append(policy.updated(max(secs)))
     return updates
 
 

@@ -111,9 +111,9 @@ def with_policy(data: tf.data.Dataset, name: str) -> tf.data.Dataset:
     return data.with_options(options)
 
 
-def lines(directory: pathlib.Path, count: int = 3) -> tf.data.Dataset:
-    """Pairs of the numbers in three files, or fewer: the workers have different numbers of them."""
-    paths = [directory / f"{number}.txt" for number in range(count)]
+def lines(directory: pathlib.Path) -> tf.data.Dataset:
+    """Pairs of the numbers in three files: the workers have different numbers of them."""
+    paths = [directory / f"{number}.txt" for number in range(3)]
     if index() == 0:
         for number, path in enumerate(paths):
             path.write_text("\n".join(str(each) for each in range(7 * number, 7 * number + 7)))

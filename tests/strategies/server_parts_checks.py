@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from training import OPTIMIZERS
 
 import tfdist
@@ -26,7 +25,6 @@ IDS = ROWS.integers(0, 50, (48, 3)).astype(np.int32)
 Y = ROWS.random((48, 1), np.float32)
 # Kernels of more elements than are sent with others, of shapes that nothing else has.
 FIRST, SECOND = (190, 210), (210, 220)
-ALONE = tf.distribute.get_strategy()
 
 
 def made(strategy: Any, **options: Any) -> keras.Model:
@@ -38,27 +36,14 @@ def made(strategy: Any, **options: Any) -> keras.Model:
             *(LAYERS.Dense(SECOND[1], "relu"), LAYERS.Dense(1)),
         ]
         model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
-        optimizer = options.pop("optimizer", lambda: OPTIMIZERS.Adam(0.01, global_clipnorm=1.0))
-        model.compile(optimizer(), "mse", metrics=["mae"], **options)
-    if strategy is not ALONE:
-        for layer in model.layers[:4]:
-            _place(layer, 0)
-        for layer in model.layers[4:]:
-            _place(layer, 1)
+        model.compile(OPTIMIZERS.Adam(0.01, global_clipnorm=1.0), "mse", metrics=["mae"], **options)
+    # As `tfdist.placement` does while a layer is made.
+    for part, layers in enumerate((model.layers[:4], model.layers[4:])):
+        for layer in layers:
+            placement.place(layer, part)
+            for weight in layer.weights:
+                placement.give(weight, part)
     return model
-
-
-def _place(layer: Any, part: int) -> None:
-    """As `tfdist.placement` does while the layer is made."""
-    placement.place(layer, part)
-    for weight in layer.weights:
-        placement.give(weight, part)
-
-
-def numbers(model: keras.Model, batch_size: int = 16, **options: Any) -> list[Any]:
-    fit = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0, **options}
-    history = model.fit(IDS, Y, validation_data=(IDS, Y), **fit).history
-    return [*model.get_weights(), *history.values(), model.predict(IDS, verbose=0)]
 
 
 def devices_by_shape(graph: Any) -> dict[tuple[int, ...], set[str]]:

@@ -32,7 +32,7 @@ def strategy(cpus: list[str]) -> tfdist.MirroredStrategy:
     return tfdist.MirroredStrategy(cpus[:4], devices_per_replica=2)
 
 
-def placed(strategy: Any, **options: Any) -> keras.Model:
+def placed(strategy: Any) -> keras.Model:
     """Two layers on each part, with kernels of shapes that nothing else has."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -41,7 +41,7 @@ def placed(strategy: Any, **options: Any) -> keras.Model:
         with tfdist.placement(1):
             second = [LAYERS.Dense(41, "relu", kernel_regularizer="l2"), LAYERS.Dense(1)]
         model = keras.Sequential([keras.Input((3,)), *first, LAYERS.Dropout(0.0), *second])
-        model.compile(OPTIMIZERS.Adam(0.01, global_clipnorm=1.0), "mse", jit_compile=False, **options)
+        model.compile(OPTIMIZERS.Adam(0.01, global_clipnorm=1.0), "mse", jit_compile=False)
     return model
 
 

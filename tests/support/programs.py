@@ -90,11 +90,9 @@ def running(
     return _started(path if is_fork else [sys.executable, str(path)], directory, env, name)
 
 
-def serving(
-    env: Mapping[str, str], directory: pathlib.Path, name: str = "serving"
-) -> contextlib.AbstractContextManager[Program]:
+def serving(env: Mapping[str, str], directory: pathlib.Path) -> contextlib.AbstractContextManager[Program]:
     """Starts the task that TF_CONFIG in `env` names, as a process that only serves."""
-    return _started([sys.executable, "-m", "tfdist.serving.task"], directory, env, name)
+    return _started([sys.executable, "-m", "tfdist.serving.task"], directory, env, "serving")
 
 
 @contextlib.contextmanager
