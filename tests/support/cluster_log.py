@@ -16,7 +16,6 @@ def write(
     workers: int,
     updates: int,
     spares: int = 1,
-    seed: int = 0,
     job: str = "job",
     origin_secs: float = 1.7e9,
     slow: float = 1.3,
@@ -31,7 +30,7 @@ def write(
     policies = (f"BackupWorkers(spares={spares})",)
     header = Header(job, "chief:0", names, "ParameterServerStrategy", policies, origin_secs, simulated=True)
     log = LogWriter(str(directory), header, flush_secs=3600.0, max_contributions=2**62)
-    columns, gradients = _train(workers, updates, spares, np.random.default_rng(seed), slow)
+    columns, gradients = _train(workers, updates, spares, np.random.default_rng(0), slow)
     log.add_columns(columns, gradients)
     half = updates // 2
     for row, kind, text in (

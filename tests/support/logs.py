@@ -19,7 +19,6 @@ def write_synchronous(
     slow: dict[int, float] | None = None,
     job: str = "job1",
     origin_secs: float = 1e9,
-    simulated: bool = False,
 ) -> None:
     """Writes the log of updates from the first gradients of each step; late ones are dropped.
 
@@ -31,12 +30,11 @@ def write_synchronous(
       slow: factors on the time of some workers' gradients.
       job: identifier of the job.
       origin_secs: Unix time of the begin.
-      simulated: whether the log says so.
     """
     names = tuple(f"worker:{index}" for index in range(num_workers))
     policies = (f"BackupWorkers(spares={spares})",) if spares else ()
     strategy = "MultiWorkerMirroredStrategy"
-    header = Header(job, "chief:0", names, strategy, policies, origin_secs, simulated)
+    header = Header(job, "chief:0", names, strategy, policies, origin_secs)
     writer = LogWriter(str(pathlib.Path(directory, "policy", "updates")), header, flush_secs=3600.0)
     random, factors = np.random.default_rng(0), np.ones(num_workers)
     for worker, factor in (slow or {}).items():
