@@ -3,26 +3,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
-
 import namespaces
 import process_cluster
+import pytest
 import slow_workers
+from process_cluster import needs_mpi
 
 import tfdist
 from tfdist.strategies import _communication
 from tfdist.transport import mpi
 
-needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 CASES = [
     "uneven batches",
     "several steps at once",

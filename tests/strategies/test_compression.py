@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import process_cluster
 import pytest
-from test_communication import PREPARED, assert_close, needs_mpi
+from process_cluster import needs_mpi
+from test_communication import PREPARED, assert_close
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 

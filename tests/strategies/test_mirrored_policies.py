@@ -20,6 +20,7 @@ from training import (
     X,
     Y,
     assert_close,
+    assert_copies_are_equal,
     compiled,
     dense_model,
     trained,
@@ -111,9 +112,7 @@ def test_every_copy_is_updated_alike(strategy):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), *normalized().layers])
         model.compile(OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam(0.01, use_ema=True)), "mse")
     model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
-    for variable in [*model.variables, *model.optimizer.variables]:
-        first, second = (copy.numpy() for copy in variable.value.values)
-        np.testing.assert_array_equal(first, second, err_msg=variable.path)
+    assert_copies_are_equal(model)
 
 
 def test_batch_that_no_train_step_takes_is_refused(strategy):
@@ -241,10 +240,7 @@ def test_the_number_of_spares_follows_what_the_devices_take(cpus, capfd):
     assert 2 * updates < sum(counted.accepted.values()) < 3 * updates
     assert 8 <= counted.accepted["worker:2"] < updates
     assert counted.dropped["worker:2"] > 0
-    for variable in [*model.variables, *model.optimizer.variables]:
-        first, *others = [copy.numpy() for copy in variable.value.values]
-        for other in others:
-            np.testing.assert_array_equal(first, other)
+    assert_copies_are_equal(model)
     said = capfd.readouterr().err
     assert said.count("spares 0 -> 1 of 3 replicas") == said.count("tfdist: spares") == 1
 

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 from typing import Any
 
 import process_cluster
 import pytest
+from process_cluster import needs_mpi
 
 import tfdist
 from tfdist import Cluster, Task
 
 VARIABLE = "TFDIST_COMMUNICATION"
-_needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 TRAINING = """
@@ -176,7 +175,7 @@ def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):
 
 
 # An error of TensorFlow, below, reaches all by MPI, too.
-@pytest.mark.parametrize("kind", ["tensorflow", pytest.param("mpi", marks=[_needs_mpi, pytest.mark.slow])])
+@pytest.mark.parametrize("kind", ["tensorflow", pytest.param("mpi", marks=[needs_mpi, pytest.mark.slow])])
 def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathlib.Path, kind: str):
     with process_cluster.workers(TRAINING + RAISES + "train()", tmp_path, env={VARIABLE: kind}) as running:
         assert [worker.wait() for worker in running] == [1, 1]
@@ -192,7 +191,7 @@ def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathl
         pytest.param("tensorflow", "BackupWorkers(spares=0)", marks=pytest.mark.slow),
         # Its step has the collectives of one without a policy.
         pytest.param("tensorflow", "ParameterAveraging(every_steps=3)", marks=pytest.mark.slow),
-        pytest.param("mpi", "", marks=_needs_mpi),
+        pytest.param("mpi", "", marks=needs_mpi),
     ],
 )
 def test_killed_worker_is_named_by_each_other_in_one_line(tmp_path: pathlib.Path, kind: str, policy: str):
@@ -207,7 +206,7 @@ def test_killed_worker_is_named_by_each_other_in_one_line(tmp_path: pathlib.Path
 
 
 @pytest.mark.slow  # An exception reaches all by TensorFlow, and a kill by MPI.
-@_needs_mpi
+@needs_mpi
 def test_an_error_of_tensorflow_in_one_worker_reaches_all_by_mpi_too(tmp_path: pathlib.Path):
     fails = "def misfortune():\n    raise tf.errors.InvalidArgumentError(None, None, 'a label of 12 in 10 classes')\n"
     with process_cluster.workers(TRAINING + fails + "train()", tmp_path, env={VARIABLE: "mpi"}) as running:
@@ -218,7 +217,7 @@ def test_an_error_of_tensorflow_in_one_worker_reaches_all_by_mpi_too(tmp_path: p
 
 
 @pytest.mark.slow  # `test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all` has a worker that stands still.
-@_needs_mpi
+@needs_mpi
 def test_a_chief_that_stands_still_is_named_by_those_who_wait_in_mpi(tmp_path: pathlib.Path):
     """The chief has the service that is asked for the others, and a question without a time limit stops Python."""
     stops = "import signal\ndef misfortune():\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -236,8 +235,8 @@ def test_a_chief_that_stands_still_is_named_by_those_who_wait_in_mpi(tmp_path: p
         # Those who wait in MPI are in the test before.
         ("tensorflow", False),
         pytest.param("tensorflow", True, marks=pytest.mark.slow),
-        pytest.param("mpi", False, marks=[_needs_mpi, pytest.mark.slow]),
-        pytest.param("mpi", True, marks=[_needs_mpi, pytest.mark.slow]),
+        pytest.param("mpi", False, marks=[needs_mpi, pytest.mark.slow]),
+        pytest.param("mpi", True, marks=[needs_mpi, pytest.mark.slow]),
     ],
 )
 def test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all(tmp_path: pathlib.Path, kind: str, eagerly: bool):

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from training import OPTIMIZERS, X, Y, assert_close, compiled, dense_model
+from training import OPTIMIZERS, X, Y, assert_close, assert_copies_are_equal, compiled, dense_model
 
 import tfdist
 
@@ -67,13 +67,6 @@ def batches(taking_part: Callable[[int], int], replicas: int, epochs: int) -> tf
 
 def values(model: keras.Model) -> list[np.ndarray]:
     return [keras.ops.convert_to_numpy(variable) for variable in (*model.variables, *model.optimizer.variables)]
-
-
-def assert_copies_are_equal(model: keras.Model) -> None:
-    for variable in (*model.variables, *model.optimizer.variables):
-        first, *others = variable.value.values
-        for copy in others:
-            np.testing.assert_array_equal(first.numpy(), copy.numpy(), err_msg=variable.path)
 
 
 @pytest.mark.parametrize(

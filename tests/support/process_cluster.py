@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -21,12 +22,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import prefork
+import pytest
 from waiting import await_output
 
 from tfdist import Cluster, Task
 from tfdist.launchers.supervise.processes import PortReservation
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
 
 _HEADER = """
 import ctypes, json, os, pathlib, sys

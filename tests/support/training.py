@@ -121,6 +121,14 @@ def assert_close(expected: Any, found: Any) -> None:
     tf.nest.map_structure(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-5), expected, found)
 
 
+def assert_copies_are_equal(model: keras.Model) -> None:
+    """Compares what the replicas have of a model and of its optimizer, to the bit."""
+    for variable in (*model.variables, *model.optimizer.variables):
+        first, *others = variable.value.values
+        for copy in others:
+            np.testing.assert_array_equal(first.numpy(), copy.numpy(), err_msg=variable.path)
+
+
 def assert_like_one_device(strategy: Any, optimizer: Callable[[], Any], **options: Any) -> None:
     """Trains on one device and under the strategy, and compares all numbers."""
     one, many = (trained(s, optimizer, **dict(options)) for s in (tf.distribute.get_strategy(), strategy))
