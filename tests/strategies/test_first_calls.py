@@ -245,9 +245,8 @@ def test_a_decorated_step_runs_beside_keras_own_seed_generator(cpus: list[str]) 
     assert float(weight.value.values[1]) == float(weight.value.values[0]) == 0.0
 
 
-def test_loss_scale_without_variables_is_refused_in_a_graph(cpus: list[str]) -> None:
-    many = tfdist.MirroredStrategy(cpus[:2])
-    with many.scope():
+def test_loss_scale_without_variables_is_refused_in_a_graph(strategy: Any) -> None:
+    with strategy.scope():
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
     with pytest.raises(
         RuntimeError, match=r"call optimizer\.build\(model\.trainable_variables\) in the strategy's scope"
@@ -260,12 +259,11 @@ def test_a_loop_without_run_trains_on_one_worker() -> None:
 
 
 @pytest.mark.parametrize("in_scope", [True, False])
-def test_an_optimizer_made_outside_serves_a_loop_without_run(cpus: list[str], in_scope: bool) -> None:
-    many = tfdist.MirroredStrategy(cpus[:2])
-    with many.scope():
+def test_an_optimizer_made_outside_serves_a_loop_without_run(strategy: Any, in_scope: bool) -> None:
+    with strategy.scope():
         weight = keras.Variable([1.0, 2.0])
     optimizer = keras.optimizers.Adam(0.5)
-    with many.scope() if in_scope else contextlib.nullcontext():
+    with strategy.scope() if in_scope else contextlib.nullcontext():
         for _ in range(2):
             optimizer.apply([tf.constant([1.0, -1.0])], [weight])
     assert int(optimizer.iterations) == 2
@@ -273,12 +271,11 @@ def test_an_optimizer_made_outside_serves_a_loop_without_run(cpus: list[str], in
         np.testing.assert_allclose(copy, [0.0, 3.0], atol=1e-4)
 
 
-def test_gradients_of_replicas_are_refused_outside_of_run(cpus: list[str]) -> None:
-    many = tfdist.MirroredStrategy(cpus[:2])
-    with many.scope():
+def test_gradients_of_replicas_are_refused_outside_of_run(strategy: Any) -> None:
+    with strategy.scope():
         weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.5)
-    gradient = many.run(lambda: tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))
+    gradient = strategy.run(lambda: tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))
     with pytest.raises(RuntimeError, match=r"would let the copies of the model drift apart\. Call it in the step"):
         optimizer.apply([gradient], [weight])
-    optimizer.apply([many.reduce("SUM", gradient, axis=None)], [weight])
+    optimizer.apply([strategy.reduce("SUM", gradient, axis=None)], [weight])
     assert [float(copy) for copy in weight.value.values] == [0.5, 0.5]

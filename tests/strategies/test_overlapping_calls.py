@@ -23,16 +23,11 @@ pytestmark = [pytest.mark.devices, pytest.mark.timeout(300)]
 X = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
 Y = X[:, :1]
 STEPS = 12
-POLICIES = {
-    "none": list,
-    "warmup": lambda: [tfdist.Warmup(steps=6)],
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "one worker": tfdist.MultiWorkerMirroredStrategy,
+    "none": lambda: tfdist.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "warmup": lambda: tfdist.MirroredStrategy(["CPU:0", "CPU:1"], policies=[tfdist.Warmup(steps=6)]),
 }
-
-
-def _strategy(name: str) -> Any:
-    if name == "one worker":
-        return tfdist.MultiWorkerMirroredStrategy()
-    return tfdist.MirroredStrategy(["CPU:0", "CPU:1"], policies=POLICIES[name]())
 
 
 def _model(strategy: Any) -> keras.Model:
@@ -73,7 +68,7 @@ def test_keys_of_two_threads_are_not_mixed():
 # `tests/conformance` has this, and calls within callbacks, for the others.
 @pytest.mark.parametrize("name", ["one worker", "warmup"])
 def test_second_thread_fitting_a_model_is_refused(name: str):
-    model = _model(_strategy(name))
+    model = _model(STRATEGIES[name]())
     meanwhile = during_fit(_fit(model), _fit(model))
     assert meanwhile.error.startswith(f"fit of model {model.name!r} overlaps with another thread's call")
     assert "begin it when the other has ended" in meanwhile.error
@@ -85,7 +80,7 @@ def test_second_thread_fitting_a_model_is_refused(name: str):
 
 
 def test_calls_with_counts_of_the_same_model_are_refused():
-    model = _model(_strategy("one worker"))
+    model = _model(STRATEGIES["one worker"]())
     for call in (_evaluate(model), lambda: model.train_on_batch(X[:8], Y[:8]), lambda: model.test_on_batch(X, Y)):
         assert "both would write the same metrics" in during_fit(_fit(model), call).error
     assert during_fit(_fit(model), _predict(model)).result.shape == (96, 1)
@@ -94,7 +89,7 @@ def test_calls_with_counts_of_the_same_model_are_refused():
 
 @pytest.mark.slow
 def test_models_of_several_replicas_are_refused_in_two_threads():
-    strategy = _strategy("none")
+    strategy = STRATEGIES["none"]()
     model, other = _model(strategy), _model(strategy)
     error = during_fit(_fit(model), _fit(other)).error
     assert "TensorFlow's sums over the replicas can hang beside those of another thread" in error
@@ -104,7 +99,7 @@ def test_models_of_several_replicas_are_refused_in_two_threads():
 
 
 def test_two_models_train_in_two_threads():
-    strategy = _strategy("one worker")
+    strategy = STRATEGIES["one worker"]()
     models = [_model(strategy), _model(strategy)]
     both = threading.Barrier(2)
 
@@ -121,7 +116,7 @@ def test_two_models_train_in_two_threads():
 
 
 def test_other_models_are_refused_under_a_policy():
-    strategy = _strategy("warmup")
+    strategy = STRATEGIES["warmup"]()
     model, other = _model(strategy), _model(strategy)
     for call in (_fit(other), _evaluate(other), _predict(other)):
         assert "share one engine" in during_fit(_fit(model), call).error
@@ -129,7 +124,7 @@ def test_other_models_are_refused_under_a_policy():
 
 
 def test_failed_fit_leaves_nothing_locked():
-    model = _model(_strategy("one worker"))
+    model = _model(STRATEGIES["one worker"]())
 
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -147,7 +142,7 @@ def test_failed_fit_leaves_nothing_locked():
 
 
 def test_models_that_were_trained_are_freed():
-    model = _model(_strategy("none"))
+    model = _model(STRATEGIES["none"]())
     _fit(model)()
     during_fit(_fit(model), _fit(model))
     gone = weakref.ref(model)

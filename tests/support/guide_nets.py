@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,8 @@ SAVING: dict[str, Callable[[Any, pathlib.Path], Any]] = {}
 
 def loop(function: Any) -> Any:
     """Adds a loop to those that are run."""
-    (SAVING if "directory" in function.__code__.co_varnames[: function.__code__.co_argcount] else LOOPS)[
-        function.__name__
-    ] = function
+    loops = SAVING if "directory" in inspect.signature(function).parameters else LOOPS
+    loops[function.__name__] = function
     return function
 
 
@@ -78,13 +78,8 @@ class Net:
 
 def own_name(strategy: Any) -> str:
     """Tells the workers apart."""
-    return (
-        f"{strategy.cluster_resolver.task_type}-{strategy.cluster_resolver.task_id}" if _has_workers(strategy) else "0"
-    )
-
-
-def _has_workers(strategy: Any) -> bool:
-    return getattr(getattr(strategy, "cluster_resolver", None), "task_id", None) is not None
+    resolver = getattr(strategy, "cluster_resolver", None)
+    return "0" if getattr(resolver, "task_id", None) is None else f"{resolver.task_type}-{resolver.task_id}"
 
 
 def same_batches(monkeypatch: Any) -> None:

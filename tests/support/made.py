@@ -34,15 +34,8 @@ def header(**changes) -> Header:
 
 # Numbers that float32 holds exactly, so that what is read equals what was written.
 EIGHTHS = st.integers(0, 8000).map(lambda value: value / 8)
-GRADIENTS = st.builds(
-    lambda worker, ago, secs, outcome, staleness, held: (worker, ago, secs, outcome, staleness, held),
-    st.integers(0, WORKERS - 1),
-    EIGHTHS,
-    EIGHTHS,
-    st.integers(0, 2),
-    st.integers(0, 70),
-    EIGHTHS,
-)
+# (worker, ago, secs, outcome, staleness, held)
+GRADIENTS = st.tuples(st.integers(0, WORKERS - 1), EIGHTHS, EIGHTHS, st.integers(0, 2), st.integers(0, 70), EIGHTHS)
 ROWS = st.lists(
     st.tuples(st.integers(1, 3), EIGHTHS, EIGHTHS, st.integers(0, 99), st.lists(GRADIENTS, max_size=5)), max_size=40
 )
