@@ -411,13 +411,6 @@ def test_the_chief_alone_shows_progress_unless_asked(strategy: Any) -> None:
     assert [is_shown(**options) for options in ({}, {"verbose": 1})] == [index() == 0, True]
 
 
-def test_different_data_sets_are_refused(strategy: Any) -> None:
-    """Workers with different data sets would wait for each other for ever."""
-    rows = 8 * (index() + 1)
-    with pytest.raises(ValueError, match=r"Received: 1 batches on worker:0, 2 batches on worker:1$"):
-        compiled(strategy).fit(X[:rows], Y[:rows], batch_size=8, verbose=0)
-
-
 def test_a_rate_that_one_worker_sets_in_fit_is_refused_after_that_epoch(strategy: Any) -> None:
     class Halving(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
