@@ -298,10 +298,7 @@ class Agreement:
 
     def peek(self, key: str, timeout_ms: int = _PEEK_MS) -> str | None:
         """Returns the text that was posted under a key; None if there is none, or no service. Thread-safe."""
-        try:
-            return context.get_key(f"tfdist/posted/{key}", timeout_ms)
-        except tf.errors.OpError:
-            return None
+        return self._find(f"tfdist/posted/{key}", timeout_ms)
 
     def receive(self, key: str, timeout_secs: float) -> str | None:
         """Waits for the text that a worker publishes under `key`; returns None after the timeout. Thread-safe.
@@ -484,9 +481,8 @@ class Agreement:
         """
         if not self.service_answers():
             return {}
-        jobs = {job: sum(task.type == job for task in self.tasks) for job in dict.fromkeys(t.type for t in self.tasks)}
         try:
-            states = context.errors_of_tasks(jobs)
+            states = context.errors_of_tasks(collections.Counter(task.type for task in self.tasks))
         except tf.errors.OpError as error:
             raise self._service_lost(error) from None
         return {
@@ -544,9 +540,9 @@ class Agreement:
     def _set(self, key: str, value: Any) -> None:
         context.set_key(key, json.dumps(value))
 
-    def _find(self, key: str) -> str | None:
+    def _find(self, key: str, timeout_ms: int = _STATE_MS) -> str | None:
         try:
-            return context.get_key(key, _STATE_MS)
+            return context.get_key(key, timeout_ms)
         except tf.errors.OpError:
             return None
 
@@ -615,12 +611,7 @@ class Agreement:
         state = self._watch.read(task)
         if state is not None and state.ended:
             return True
-        if not is_late:
-            return False
-        try:
-            return not self._last_key or bool(context.get_key(f"{self._last_key}/{task}", 1))
-        except tf.errors.OpError:
-            return False
+        return is_late and (not self._last_key or self._find(f"{self._last_key}/{task}", 1) is not None)
 
 
 class _Watch:
