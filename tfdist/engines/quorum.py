@@ -157,19 +157,11 @@ class QuorumEngine(Engine):
         A step raises ConnectionError if the quorum server or another worker is gone, and `tf.errors.OutOfRangeError` if
         the data have ended, on all workers.
         """
-        traced = self.trace(step, handle)
+        self._prepare(step.model)
+        traced = QuorumStep(self._strategy, step, handle.kind.element_spec, self._sums)
         # Rows of tables differ in number from batch to batch.
         update = tf.function(traced.update, autograph=False, input_signature=[traced.specs])
-
-        def make(iterator: Any, handle: BatchHandle) -> Any:
-            return update(self._round_of(traced, handle.of))
-
-        return make
-
-    def trace(self, step: Step, handle: BatchHandle) -> QuorumStep:
-        """Traces a model's `train_step` for batches like this one."""
-        self._prepare(step.model)
-        return QuorumStep(self._strategy, step, handle.kind.element_spec, self._sums)
+        return lambda iterator, handle: update(self._round_of(traced, handle.of))
 
     # In Keras' step.
 
@@ -383,11 +375,6 @@ class QuorumStep:
         with tf.init_scope():
             self.nothing = [_nothing(spec) for spec in self.specs]
 
-    @property
-    def dtypes(self) -> list[tf.DType]:
-        """Dtypes of a flat contribution."""
-        return [spec.dtype for spec in self.specs]
-
     def contribute(self, iterator: Any) -> tuple[list[tf.Tensor], int, float]:
         """Computes a contribution from the next batch of an iterator.
 
@@ -411,9 +398,6 @@ class QuorumStep:
         Returns:
           The result of Keras' step for all workers together.
         """
-        for tensor, spec in zip(flat, self.specs, strict=True):
-            if not tf.executing_eagerly():
-                tensor.set_shape(spec.shape)
         with writes_after_inputs({self._device: list(flat)}):
             return self._update(flat)
 

@@ -121,26 +121,17 @@ class ThreadedEngine(Engine):
 
         A step raises the exception of a replica, and TimeoutError if none made progress for `stall_timeout_secs`.
         """
-        traced = self.trace(step, handle)
-
-        def make(iterator: Any, handle: BatchHandle) -> Any:
-            return traced.rebuild(self._step(traced, handle.of))
-
-        return make
-
-    def close(self) -> None:
-        """Ends the threads; may be called again."""
-        self._end_threads()
-
-    def trace(self, step: Step, handle: BatchHandle) -> ThreadedStep:
-        """Traces a model's `train_step` for batches like this one."""
         strategy, model = self._strategy(), step.model
         _check_xla(model)
         build_optimizer(strategy, model)
         _, is_whole = handle.kind.form
         traced = ThreadedStep(strategy, step, handle.kind.element_spec, is_whole)
         traced.prepare(self._policy.replicas_to_aggregate)
-        return traced
+        return lambda iterator, handle: traced.rebuild(self._step(traced, handle.of))
+
+    def close(self) -> None:
+        """Ends the threads; may be called again."""
+        self._end_threads()
 
     def _step(self, step: ThreadedStep, iterator: ReplicaIterator) -> list[np.ndarray]:
         """Makes one update from the iterator's next batch; returns the flat logs after it."""
@@ -244,7 +235,7 @@ class ThreadedStep:
       is_whole: True if the input is the whole batch, from which the replica takes its part.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, step: Step, element_spec: Any, is_whole: bool = True) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, step: Step, element_spec: Any, is_whole: bool) -> None:
         self._strategy = strategy
         self._devices: Sequence[str] = strategy.extended.worker_devices
         self._spec = element_spec
@@ -267,15 +258,10 @@ class ThreadedStep:
         self._updates: dict[int, Callable[..., Any]] = {}
 
     def prepare(self, num_contributions: int) -> None:
-        """Traces the update from this number of contributions, unless it was; `dtypes` are known afterwards."""
+        """Traces the update from this number of contributions, unless it was."""
         if num_contributions not in self._updates:
             specs = self._specs * num_contributions
             self._updates[num_contributions] = graphs.bare_call(one_replica.trace(self._strategy, self._update, specs))
-
-    @property
-    def dtypes(self) -> list[tf.DType]:
-        """The dtypes of the flat logs."""
-        return self._packing.dtypes
 
     def rebuild(self, flat: Sequence[Any]) -> Any:
         """Packs flat logs into the structure of the step's result."""
