@@ -136,13 +136,12 @@ class AveragingEngine(Engine):
     def complete(self, report: Any) -> Any:
         """A `tfdist.telemetry.Report`, and the steps since the last average, or whose times are not kept."""
         steps = sum(int(count.steps.numpy()) for count in self._counts) - self._times.recorded
-        added = lambda counts, number: {name: count + number for name, count in counts.items()}  # noqa: E731
         # Each replica's steps use its own gradients, which are never stale.
         own = {0: report.staleness.get(0, 0) + steps * len(report.accepted)} if steps else {}
         return dataclasses.replace(
             report,
             updates=report.updates + steps,
-            accepted=added(report.accepted, steps),
+            accepted={name: count + steps for name, count in report.accepted.items()},
             staleness=report.staleness | own,
         )
 

@@ -97,7 +97,7 @@ class Average:
         self._sum_differences = sum_differences
         self._optimizers = optimizers_of(model)
         self._state = sort_state(model, policy.optimizer_state)
-        self.count = graphs.call_outside(lambda: Count(_counter(), _counter(), _counter()))
+        self.count = graphs.call_outside(lambda: Count(*(_zeros([], tf.int64) for _ in range(3))))
         self._last_average = self._outer = None
         if policy.outer != "mean" or sum_differences:
             self._last_average = LastAverage(strategy, self._state.parameters)
@@ -201,11 +201,10 @@ class Average:
         self.count.bytes_each = self._bytes_of([*own, *logs])
         period = step_times.Period(self._times, [*own, *logs])
         sum_differences = None if as_they_are or self._sum_differences is None else self._sum_differences()
+        sums: list[tf.Tensor] = []
         if self._last_average is not None and sum_differences is not None:
             sums = self._sum_by_differences(sum_differences, own[:count], self._last_average)
-            sums += buckets.sum_in_buckets([*own[count:], *logs, *period.vector], self._sum_over_workers)
-        else:
-            sums = buckets.sum_in_buckets([*own, *logs, *period.vector], self._sum_over_workers)
+        sums += buckets.sum_in_buckets([*own[len(sums) :], *logs, *period.vector], self._sum_over_workers)
         period.end(sums[len(own) + len(logs) :], sums)
         means = [_divided(total, self._strategy.num_replicas_in_sync) for total in sums[: len(averaged)]]
         if self._outer is not None:
@@ -288,11 +287,6 @@ class Average:
             lambda: [[_zeros(*like) for like in each] for each in (likes, shapes)]
         )
         self._synchronize = None
-
-
-def _counter() -> tf.Variable:
-    with tf.device("/device:CPU:0"):
-        return tf.Variable(0, dtype=tf.int64, trainable=False)
 
 
 def _zeros(shape: Any, dtype: tf.DType) -> tf.Variable:
@@ -473,7 +467,8 @@ def sort_state(model: keras.Model, optimizer_state: str) -> AveragedVariables:
         others += [variable for variable in each.variables if id(variable) not in own]
         others += [iterations_of(part) for part in parts_of(each)[1:]]
     for each in inner:
-        kept = _kept(each)
+        # Parameters, or sums of gradients.
+        kept = [*averages_of(each), *sums_of(each)]
         others += kept
         special = _identities([*kept, iterations_of(each), learning_rate_of(each), *parameters])
         slots += [variable for variable in each.variables if id(variable) not in special]
@@ -484,11 +479,6 @@ def sort_state(model: keras.Model, optimizer_state: str) -> AveragedVariables:
     reset = _reset(inner, slots) if optimizer_state == "reset" else []
     taken = _identities(parameters)
     return AveragedVariables(parameters, [v for v in _unique(others) if id(v) not in taken], local, reset)
-
-
-def _kept(optimizer: Any) -> list[Any]:
-    """Returns the variables of an optimizer that hold parameters or sums of gradients."""
-    return [*averages_of(optimizer), *sums_of(optimizer)]
 
 
 def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, float]]:
