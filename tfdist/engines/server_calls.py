@@ -27,13 +27,12 @@ from tfdist.step.gradients import Kept, Memory
 from tfdist.transforms import REPLICA
 
 
-def call_server(task: str, request: bytes, *arguments: tf.Tensor) -> np.ndarray:
+def call_server(task: str, request: bytes) -> np.ndarray:
     """Calls the function of a server process, and waits for its answer without a time limit.
 
     Args:
       task: name of the process, such as "worker:0".
-      request: first argument of the function.
-      *arguments: further ones, tensors on the chief.
+      request: argument of the function.
 
     Returns:
       The answer, uint8.
@@ -41,7 +40,7 @@ def call_server(task: str, request: bytes, *arguments: tf.Tensor) -> np.ndarray:
     job, _, index = task.partition(":")
     with tf.init_scope():
         with tf.device(CHIEF_DEVICE):
-            inputs = [tf.constant(request), *arguments]
+            inputs = [tf.constant(request)]
         with tf.device(f"/job:{job}/replica:0/task:{index}/device:CPU:0"):
             (answer,) = servers.call_function(inputs, [tf.uint8])
         with tf.device(CHIEF_DEVICE):
@@ -295,6 +294,7 @@ class ServerMemory(Memory):
 # on that server's CPU, in a thread of its own. A server that hangs holds up this thread alone.
 
 
+# Longest wait for the answers.
 _TIMEOUT_SECS = 5.0
 
 
@@ -317,11 +317,10 @@ class TaskUsages:
         self._asked: set[str] = set()
         self._foreign: set[str] = set()
 
-    def fetch(self, timeout_secs: float = _TIMEOUT_SECS, only_new: bool = False) -> dict[str, Usage]:
+    def fetch(self, only_new: bool = False) -> dict[str, Usage]:
         """Returns the counters of each task, the last known ones of a task that does not answer in time.
 
         Args:
-          timeout_secs: longest wait for the answers.
           only_new: leaves out tasks that do not answer in time, or that another thread is asking.
         """
         lost = {f"worker:{index}" for index in self._lost()}
@@ -329,7 +328,7 @@ class TaskUsages:
             free = [each for each in self._tasks if each not in lost | self._asked | self._foreign]
             self._asked.update(free)
         threads = [threading.Thread(target=self._ask, args=(each,), daemon=True) for each in free]
-        until = time.monotonic() + timeout_secs
+        until = time.monotonic() + _TIMEOUT_SECS
         for thread in threads:
             thread.start()
         for thread in threads:
