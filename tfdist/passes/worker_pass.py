@@ -270,7 +270,16 @@ class WorkerFeed:
           gone: The workers that are still lost.
         """
         workers = {piece.share for piece in self.pieces.unread(gone) if piece.left != 0}
-        return describe_lost_batches(self._number_read, self._dataset.cardinality, self.pieces.num_used, workers)
+        total = self._dataset.cardinality
+        is_counted = total != tf.data.UNKNOWN_CARDINALITY
+        if not workers or total == tf.data.INFINITE_CARDINALITY or (is_counted and not self.num_missing):
+            return None
+        what = f"{self.num_missing} of its {total} batches" if is_counted else "an unknown number of batches"
+        names = " and ".join(f"worker:{worker}" for worker in sorted(workers))
+        return (
+            f"Pass {self._number_read} over the data ended without {what}. {names} was lost, and no other worker can "
+            "read its own data; give fit the data set itself, and the others take over its share."
+        )
 
 
 class ChiefFeed:
@@ -481,26 +490,3 @@ class WorkerIterator(HandleIterator):
     def wait_for_steps(self) -> None:
         """Waits for all steps in flight."""
         self._engine.barrier(writes=False)
-
-
-# The warning about batches that no step was made of, because a worker was lost.
-
-
-def describe_lost_batches(number: int, total: int, used: int, lost: Collection[int]) -> str | None:
-    """Returns the text of the warning; None if no batch is missing.
-
-    Args:
-      number: of the pass.
-      total: batches of the pass, or one of tf.data's constants for an unknown or endless number.
-      used: how many of them were used.
-      lost: the workers whose batches are missing.
-    """
-    is_counted = total != tf.data.UNKNOWN_CARDINALITY
-    if not lost or total == tf.data.INFINITE_CARDINALITY or (is_counted and used >= total):
-        return None
-    what = f"{total - used} of its {total} batches" if is_counted else "an unknown number of batches"
-    names = " and ".join(f"worker:{worker}" for worker in sorted(lost))
-    return (
-        f"Pass {number} over the data ended without {what}. {names} was lost, and no other worker can read its own "
-        "data; give fit the data set itself, and the others take over its share."
-    )
