@@ -63,10 +63,7 @@ class Orders:
 
 def orders_of(dataset: tf.data.Dataset) -> Orders:
     """The numbers that all data sets made of the same shuffle share."""
-    shuffle = inputs.nearest_shuffle(dataset) or dataset
-    if not hasattr(shuffle, _ORDERS):
-        patching.put(shuffle, _ORDERS, Orders())
-    return getattr(shuffle, _ORDERS)
+    return patching.setdefault(inputs.nearest_shuffle(dataset) or dataset, _ORDERS, Orders)
 
 
 def begin_passes(dataset: tf.data.Dataset, count: int, caches: bool = False) -> None:

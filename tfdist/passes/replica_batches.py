@@ -111,17 +111,13 @@ class ReplicaDataset(handles.CountedDataset):
 
         Not at its first batch: Keras makes iterators that it never reads, and each of a shuffle draws an order.
         """
-        return ReplicaIterator(self, self.read())
+        self.opened += 1
+        return ReplicaIterator(self, iter(self.own))
 
     def rest(self, iterators: Sequence[Iterator[Any]], left: int) -> ReplicaIterator:
         """See `CountedDataset.rest`."""
         del left
         return ReplicaIterator(self, iterators[0])
-
-    def read(self) -> Iterator[Any]:
-        """Iterates over the whole batches, or over the parts of the first replica."""
-        self.opened += 1
-        return iter(self.own)
 
 
 class ReplicaDatasetFromFunction(ReplicaDataset):
@@ -150,16 +146,12 @@ class ReplicaDatasetFromFunction(ReplicaDataset):
 
     def iterate(self) -> ReplicaIterator:
         """See `ReplicaDataset.iterate`."""
-        return _OwnIterator(self, self.read_own(), self.cardinality)
+        self.opened += 1
+        return _OwnIterator(self, [iter(dataset) for dataset in self.datasets], self.cardinality)
 
     def rest(self, iterators: Sequence[Iterator[Any]], left: int) -> ReplicaIterator:
         """See `CountedDataset.rest`; an iterator for each replica."""
         return _OwnIterator(self, iterators, left)
-
-    def read_own(self) -> list[Iterator[Any]]:
-        """An iterator for each replica."""
-        self.opened += 1
-        return [iter(dataset) for dataset in self.datasets]
 
 
 class ReplicaIterator(handles.HandleIterator):
