@@ -177,7 +177,8 @@ class AsynchronousEngine(Engine):
         batch = worker_function.unused(handles)
         in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
         program = self.programs.find(step, args, kwargs, feed, in_parts)
-        parts = worker_function.parts_on_chief(handles) if in_parts else []
+        values = [handle.value() for handle in handles] if in_parts else []
+        parts = tf.nest.flatten(values, expand_composites=True)
         return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
 
     def run_on_chief(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -474,11 +474,6 @@ def unused(handles: Sequence[WorkerBatch]) -> Batch | None:
     return batch
 
 
-def parts_on_chief(handles: Sequence[WorkerBatch]) -> list[Any]:
-    """Returns the values of the parts that these handles stand for, flat."""
-    return tf.nest.flatten([handle.value() for handle in handles], expand_composites=True)
-
-
 def feed_for(kind: str, iterator: WorkerIterator) -> Feed:
     """Returns the feed of a pass, of which a user's loop makes a step; decides about it if this is the first one.
 

@@ -183,7 +183,7 @@ def check_examples(batch: Any, num_parts: int) -> None:
     counts = {
         "".join(f"[{key!r}]" for key in path): int(_rows(leaf))
         for path, leaf in keras.tree.flatten_with_path(batch)
-        if isinstance(leaf, _TENSORS) and leaf.shape.rank != 0
+        if has_rows(leaf)
     }
     if not _can_be_divided(list(counts.values()), num_parts):
         received = ", ".join(f"{count} in batch{path}" for path, count in counts.items())

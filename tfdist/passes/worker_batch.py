@@ -22,27 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.passes import handle as handles
 from tfdist.passes.handle import BatchHandle, HandleKind, check_eager
-
-
-class BatchOfPass(Protocol):
-    """The part of a batch that a handle needs.
-
-    Attributes:
-      iterator: the pass.
-    """
-
-    iterator: Any
-
-    def values(self) -> list[Any]:
-        """Returns the batch on the chief, flat."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +58,11 @@ class WorkerBatch(BatchHandle):
 
     Args:
       kind: its type, with a `PartLayout`; a function is traced for each kind.
-      batch: the state of the batch; by default it stands for the next one of the pass that takes it.
+      batch: the state of the batch, a `worker_pass.Batch`; by default it stands for the next one of the pass that takes
+        it.
     """
 
-    def __init__(self, kind: HandleKind, batch: BatchOfPass | None = None) -> None:
+    def __init__(self, kind: HandleKind, batch: Any = None) -> None:
         super().__init__(kind, batch and batch.iterator)
         self._batch = batch
 

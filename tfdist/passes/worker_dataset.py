@@ -76,7 +76,6 @@ class WorkerDataset(DistributedDataset):
         # Keras uses each batch once, so a single handle is enough for all.
         self.next_one = worker_batch.WorkerBatch(self.kind)
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
-        self._described: DatasetGraph | None = None
         # Rebuilds a share on the worker of the calling thread; set with `_shipped`.
         self._build: Any = None
         # Number of iterators that were made over the data, and of those that workers have read.
@@ -103,7 +102,7 @@ class WorkerDataset(DistributedDataset):
     @property
     def lives_in_python(self) -> bool:
         """True if the data set calls Python of this process, so that only the chief can read it."""
-        return self._graph().lives_in_python
+        return self._graph.lives_in_python
 
     @property
     def _original_dataset(self) -> tf.data.Dataset:
@@ -113,10 +112,9 @@ class WorkerDataset(DistributedDataset):
             "give it the data set itself. Received: what strategy.experimental_distribute_dataset returned"
         )
 
+    @functools.cached_property
     def _graph(self) -> DatasetGraph:
-        if self._described is None:
-            self._described = DatasetGraph(self.own)
-        return self._described
+        return DatasetGraph(self.own)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """See `tf.distribute.DistributedDataset`."""
@@ -147,11 +145,11 @@ class WorkerDataset(DistributedDataset):
         iterator checks them.
         """
         is_read_once = self.lives_in_python or self._is_handed_out
-        if self.num_parts == 1 or is_read_once or self._graph().has_even_batches:
+        if self.num_parts == 1 or is_read_once or self._graph.has_even_batches:
             return
         # This process may be unable to read the data.
         with contextlib.suppress(tf.errors.OpError):
-            for batch in rebuild(self._graph().without_shuffles(), self.element_spec).take(1):
+            for batch in rebuild(self._graph.without_shuffles(), self.element_spec).take(1):
                 splitting.check_examples(batch, self.num_parts)
 
     def begin_pass(self) -> int:
@@ -246,7 +244,7 @@ class WorkerDataset(DistributedDataset):
     def _build_share(self, share: int) -> tf.data.Dataset:
         dataset, cache = self._build(share)
         is_left_early = self._sharding in ("shard", "deal") and self._cardinality >= 0
-        if self._graph().can_fill_cache and (is_left_early or self.passes_read > 1):
+        if self._graph.can_fill_cache and (is_left_early or self.passes_read > 1):
             # A pass of known length ends with the worker's last batch, mostly before the end of the data. The cache
             # would stay incomplete, and be filled anew in another order than on the other workers. Data of unknown
             # length are read to their end, and endless ones have none.
@@ -265,7 +263,7 @@ class WorkerDataset(DistributedDataset):
           The number of iterators over it with that of this pass.
         """
         # Each iterator joins another iteration of a job.
-        if self._graph().shuffles or self._is_handed_out:
+        if self._graph.shuffles or self._is_handed_out:
             progress.begin_passes(dataset, number - 1 - begun)
         return max(begun, number)
 
@@ -274,8 +272,8 @@ class WorkerDataset(DistributedDataset):
         is_shared = self._sharding in ("shard", "deal")
         if is_shared:
             # Shares of different orders would overlap.
-            self._graph().agree_on_order(secrets.randbelow(2**31))
-        build = self._rebuilder(self._graph(), self._engine.num_workers if is_shared else 1)
+            self._graph.agree_on_order(secrets.randbelow(2**31))
+        build = self._rebuilder(self._graph, self._engine.num_workers if is_shared else 1)
         return lambda share: build(tf.constant(share if is_shared else 0, tf.int64))
 
     def _rebuilder(self, graph: DatasetGraph, num_shards: int) -> Callable[[tf.Tensor], Any]:
