@@ -234,8 +234,7 @@ class Program:
             batch = [tf.data.IteratorSpec(self._batch_spec)]
         else:
             batch = flat_specs(self._batch_spec)
-        tensors = [leaf for leaf in self._leaves if _is_tensor(leaf) and not isinstance(leaf, WorkerBatch)]
-        given = [tf.TensorSpec(t.shape, t.dtype) for t in tf.nest.flatten(tensors, expand_composites=True)]
+        given = [tf.TensorSpec(t.shape, t.dtype) for t in self.flatten_arguments(*self._arguments)]
         return batch + given + (self.accumulation.specs if self.accumulation else [])
 
     def _on_worker(self, *inputs: Any) -> list[tf.Tensor]:
