@@ -104,7 +104,7 @@ class EventLoop:
         self._losses = losses
         # (time, replica, kind, gradient): of events at the same time, that of the lowest replica is first.
         self._events: list[tuple[float, int, int, int]] = []
-        self._links = tuple({id(link): link for link in (costs.down, costs.up) if link is not None}.values())
+        self._links = [link for link in (costs.down, costs.up) if link is not None]
         self._attempts = [0] * total
         self._idle_since = [0.0] * total
         # Gradient of each replica that is under way; -1 for none.
@@ -188,16 +188,14 @@ class EventLoop:
 
     def _send(self, time: float, replica: int, gradient: int) -> None:
         if self._costs.up is not None and self._under_way[replica] == gradient:
-            # A negative number is a gradient on its way up, on a link that carries both directions.
-            self._costs.up.enter(time, self._costs.up_bytes, ~gradient)
+            self._costs.up.enter(time, self._costs.up_bytes, gradient)
 
     def _leave(self, link: Link, time: float) -> None:
-        owner = link.leave()
-        gradient = owner if owner >= 0 else ~owner
+        gradient = link.leave()
         replica = self.gradients.replica[gradient]
         if self._under_way[replica] != gradient:
             return
-        if owner >= 0:
+        if link is self._costs.down:
             self._compute(time, replica, gradient)
         else:
             self._arrive(time, replica, gradient)
@@ -210,17 +208,16 @@ class EventLoop:
         records.arrived[gradient] = time
         self._under_way[replica] = -1
         self._idle_since[replica] = time
-        if arrival.accepted and self._is_synchronous:
+        if arrival.accepted:
             self._waiting[arrival.number] = gradient
-            # The replica may not start before the update.
-            self._refused.append((gradient, replica))
-        elif arrival.accepted:
-            self._waiting[arrival.number] = gradient
-            heapq.heappush(self._idle, (gradient, replica))
         else:
             records.outcome[gradient] = result.DROPPED
             records.staleness[gradient] = arrival.staleness
             self._arrival_drops += 1
+        if arrival.accepted and self._is_synchronous:
+            # The replica may not start before the update.
+            self._refused.append((gradient, replica))
+        else:
             heapq.heappush(self._idle, (gradient, replica))
         if self._policy.update_due and not self._is_updating:
             self._update(time)

@@ -11,8 +11,7 @@ class Link:
     """A link that all transfers share at once and equally, as TCP connections do (processor sharing).
 
     A virtual clock runs at the rate of one transfer, so that a transfer ends when the clock has advanced by its bytes.
-    Transfers of one size end in the order of their beginnings; so there is a queue for each size. An engine has one
-    size or two.
+    All transfers of a link have one size, so they end in the order of their beginnings.
 
     Args:
       capacity: bytes per second of all transfers together.
@@ -31,44 +30,34 @@ class Link:
         self.bytes_sent = 0.0
         self._clock = 0.0
         self._last = 0.0
-        self._count = 0
-        # Size -> (virtual end, owner) of each transfer.
-        self._queues: dict[float, collections.deque[tuple[float, int]]] = {}
-        self._first: collections.deque[tuple[float, int]] = collections.deque()
+        # (virtual end, owner) of each transfer.
+        self._transfers: collections.deque[tuple[float, int]] = collections.deque()
 
     def enter(self, time: float, size: float, owner: int) -> None:
         """Begins a transfer of `size` bytes."""
-        if self._count:
-            share = self.capacity / self._count
+        if self._transfers:
+            share = self.capacity / len(self._transfers)
             self._clock += (time - self._last) * (share if share < self._most else self._most)
         else:
             self._clock = 0.0
         self._last = time
-        queue = self._queues.get(size)
-        if queue is None:
-            queue = self._queues[size] = collections.deque()
-        queue.append((self._clock + size, owner))
-        self._count += 1
+        self._transfers.append((self._clock + size, owner))
         self.bytes_sent += size
         self._schedule(time)
 
     def leave(self) -> int:
         """Ends the transfer that ends at `next`; returns its owner."""
         self._last = self.next
-        self._clock, owner = self._first.popleft()
-        self._count -= 1
+        self._clock, owner = self._transfers.popleft()
         self._schedule(self._last)
         return owner
 
     def _schedule(self, time: float) -> None:
-        if not self._count:
+        if not self._transfers:
             self.next = math.inf
             return
-        first = self._first
-        if not first or len(self._queues) > 1:
-            first = self._first = min(filter(None, self._queues.values()), key=_end)
-        left = first[0][0] - self._clock
-        share = self.capacity / self._count
+        left = self._transfers[0][0] - self._clock
+        share = self.capacity / len(self._transfers)
         self.next = time + left / (share if share < self._most else self._most) if left > 0.0 else time
 
 
@@ -81,19 +70,15 @@ class FifoLink(Link):
         # receives stays in order.
         self._clock = max(self._clock, time) + size / self.capacity
         self._last = max(self._last, self._clock, time + size / self._most)
-        self._first.append((self._last, owner))
+        self._transfers.append((self._last, owner))
         self.bytes_sent += size
-        self.next = self._first[0][0]
+        self.next = self._transfers[0][0]
 
     def leave(self) -> int:
         """See `Link.leave`."""
-        owner = self._first.popleft()[1]
-        self.next = self._first[0][0] if self._first else math.inf
+        owner = self._transfers.popleft()[1]
+        self.next = self._transfers[0][0] if self._transfers else math.inf
         return owner
-
-
-def _end(queue: collections.deque[tuple[float, int]]) -> float:
-    return queue[0][0]
 
 
 # Closed forms of communication costs, without queueing: the time of one exchange among p participants.

@@ -307,9 +307,8 @@ def _busy_secs(records: result.GradientRecords, until: float) -> tuple[float, fl
 
 def _links(loop: EventLoop, engine: EngineModel, costs: Costs, secs: float) -> dict[str, LinkUse]:
     if engine.is_parameter_server:
-        shared = costs.down is costs.up
-        names = ("of the servers",) if shared else ("from the servers", "to the servers")
-        return {name: _use(link, secs) for name, link in zip(names, (costs.down, costs.up), strict=False) if link}
+        used = {"from the servers": costs.down, "to the servers": costs.up}
+        return {name: _use(link, secs) for name, link in used.items() if link}
     exchange = engine.exchange(engine.replicas)
     if not exchange.bytes_per_replica:
         return {}
