@@ -77,8 +77,8 @@ class DelayDistribution:
 
 def constant(secs: float) -> DelayDistribution:
     """Constant: always `secs` seconds."""
-    _check("constant", {"secs": secs}, secs=0)
-    return DelayDistribution("constant", {"secs": secs}, float(secs), lambda uniform, attempt: float(secs))
+    given = _checked("constant", {"secs": secs}, secs=0)
+    return DelayDistribution(*given, float(secs), lambda uniform, attempt: float(secs))
 
 
 def lognormal(mean: float, s: float) -> DelayDistribution:
@@ -88,20 +88,16 @@ def lognormal(mean: float, s: float) -> DelayDistribution:
       mean: seconds, > 0.
       s: standard deviation of the logarithm, >= 0.
     """
-    _check("lognormal", {"mean": mean, "s": s}, mean=None, s=0)
+    given = _checked("lognormal", {"mean": mean, "s": s}, mean=None, s=0)
     mu = math.log(mean) - s * s / 2
     inverse = _NORMAL.inv_cdf
-    return DelayDistribution(
-        "lognormal", {"mean": mean, "s": s}, float(mean), lambda uniform, attempt: math.exp(mu + s * inverse(uniform))
-    )
+    return DelayDistribution(*given, float(mean), lambda uniform, attempt: math.exp(mu + s * inverse(uniform)))
 
 
 def exponential(mean: float) -> DelayDistribution:
     """Exponential of mean `mean` seconds, > 0."""
-    _check("exponential", {"mean": mean}, mean=None)
-    return DelayDistribution(
-        "exponential", {"mean": mean}, float(mean), lambda uniform, attempt: -mean * math.log1p(-uniform)
-    )
+    given = _checked("exponential", {"mean": mean}, mean=None)
+    return DelayDistribution(*given, float(mean), lambda uniform, attempt: -mean * math.log1p(-uniform))
 
 
 def empirical(samples: Sequence[float]) -> DelayDistribution:
@@ -110,7 +106,7 @@ def empirical(samples: Sequence[float]) -> DelayDistribution:
     if not given:
         raise ValueError(f"empirical(samples=...) must be a list of durations in seconds. Received: {samples!r}")
     for each in given:
-        _check("empirical", {"samples": each}, samples=0)
+        _checked("empirical", {"samples": each}, samples=0)
     secs = tuple(sorted(map(float, given)))
     count = len(secs)
     return DelayDistribution(
@@ -128,13 +124,11 @@ def pareto(mean: float, a: float) -> DelayDistribution:
       mean: seconds, > 0.
       a: exponent of the tail, > 1; up to 2 the variance is infinite.
     """
-    _check("pareto", {"mean": mean, "a": a}, mean=None, a=None)
+    given = _checked("pareto", {"mean": mean, "a": a}, mean=None, a=None)
     if not a > 1:
         raise ValueError(f"pareto(a=...): there is a mean only for a > 1. Received: a={a!r}")
     least = mean * (a - 1) / a
-    return DelayDistribution(
-        "pareto", {"mean": mean, "a": a}, float(mean), lambda uniform, attempt: least * (1 - uniform) ** (-1 / a)
-    )
+    return DelayDistribution(*given, float(mean), lambda uniform, attempt: least * (1 - uniform) ** (-1 / a))
 
 
 def stalls(secs: float, every: int) -> DelayDistribution:
@@ -144,14 +138,11 @@ def stalls(secs: float, every: int) -> DelayDistribution:
       secs: seconds, >= 0.
       every: 1 or more; with 3, attempts 2, 5, 8, ... take longer.
     """
-    _check("stalls", {"secs": secs, "every": every}, secs=0, every=None)
+    given = _checked("stalls", {"secs": secs, "every": every}, secs=0, every=None)
     if not _checks.is_int(every):
         raise ValueError(f"stalls(every=...) must be an integer. Received: every={every!r}")
     return DelayDistribution(
-        "stalls",
-        {"secs": secs, "every": every},
-        secs / every,
-        lambda uniform, attempt: float(secs) if attempt % every == every - 1 else 0.0,
+        *given, secs / every, lambda uniform, attempt: float(secs) if attempt % every == every - 1 else 0.0
     )
 
 
@@ -160,13 +151,18 @@ BUILDERS: dict[str, Callable[..., DelayDistribution]] = {
 }
 
 
-def _check(builder: str, parameters: Mapping[str, Any], **least: float | None) -> None:
-    """Raises ValueError unless each parameter is a finite number of at least `least`; above 0 if `least` is None."""
+def _checked(builder: str, parameters: Mapping[str, Any], **least: float | None) -> tuple[str, Mapping[str, Any]]:
+    """Returns a distribution's name and parameters.
+
+    Raises:
+      ValueError: a parameter is no finite number of at least `least`, or above 0 if `least` is None.
+    """
     for name, value in parameters.items():
         bound = least[name]
         if not _checks.is_number(value) or value < 0 or (bound is None and value == 0):
             wanted = "greater than 0" if bound is None else f"of at least {bound}"
             raise ValueError(f"{builder}({name}=...) must be a number {wanted}. Received: {name}={value!r}")
+    return builder, parameters
 
 
 def _signature(builder: Callable[..., DelayDistribution]) -> str:
