@@ -129,7 +129,7 @@ class Failure:
 
     def __post_init__(self) -> None:
         _set(self, "secs", secs(self.secs, "Failure(secs=...)"))
-        _check_count("Failure", "worker", self.worker, at_least=0)
+        check_count("Failure", "worker", self.worker, at_least=0)
         if self.back_after_secs is not None:
             _set(self, "back_after_secs", secs(self.back_after_secs, "Failure(back_after_secs=...)"))
 
@@ -164,13 +164,13 @@ class ClusterModel:
 
     def __post_init__(self) -> None:
         for name in ("workers", "devices_per_worker", "workers_per_machine"):
-            _check_count("ClusterModel", name, getattr(self, name), at_least=1)
-        _check_count("ClusterModel", "servers", self.servers, at_least=0)
+            check_count("ClusterModel", name, getattr(self, name), at_least=1)
+        check_count("ClusterModel", "servers", self.servers, at_least=0)
         if self.compute is not None:
             _check_distribution("ClusterModel(compute=...)", self.compute)
         for name in ("speeds", "delays"):
             for worker in getattr(self, name):
-                worker_index(worker, self.workers, f"ClusterModel({name}=...)")
+                _check_worker(f"ClusterModel({name}=...)", worker, self.workers)
         for worker, speed in self.speeds.items():
             if not _checks.is_number(speed, is_finite=False) or not 0 < speed < math.inf:
                 raise ValueError(f"ClusterModel(speeds=...) must be numbers above 0. Received: {worker!r}: {speed!r}")
@@ -248,7 +248,7 @@ class ModelProfile:
         for name in ("dense_bytes", "optimizer_bytes"):
             _set(self, name, num_bytes(getattr(self, name), f"ModelProfile({name}=...)"))
         _set(self, "update_secs", secs(self.update_secs, "ModelProfile(update_secs=...)"))
-        _check_count("ModelProfile", "batch_size", self.batch_size, at_least=1)
+        check_count("ModelProfile", "batch_size", self.batch_size, at_least=1)
         if not all(isinstance(table, SparseTable) for table in self.sparse_tables):
             raise ValueError(f"ModelProfile(sparse_tables=...) must be SparseTables. Received: {self.sparse_tables!r}")
         if not _checks.is_number(self.overlap, is_finite=False) or not 0 <= self.overlap <= 1:
@@ -261,7 +261,7 @@ class ModelProfile:
                 raise ValueError("ModelProfile(step_secs=...) must have a batch size. Received: {}")
             table = {}
             for size, each in self.step_secs.items():
-                _check_count("ModelProfile", "step_secs", size, at_least=1)
+                check_count("ModelProfile", "step_secs", size, at_least=1)
                 table[size] = secs(each, f"ModelProfile(step_secs={{{size!r}: ...}})")
             _set(self, "step_secs", dict(sorted(table.items())))
         elif self.step_secs is not None:
@@ -312,18 +312,11 @@ class CodecModel:
             _set(self, name, bytes_per_sec(getattr(self, name), f"CodecModel({name}=...)"))
 
 
-def worker_index(name: object, workers: int, argument: str) -> int | None:
-    """Parses "worker:3" into 3, and "*" into None.
-
-    Raises:
-      ValueError: there is no such worker.
-    """
+def _check_worker(argument: str, name: object, workers: int) -> None:
+    """Raises ValueError unless there is a worker of this name, such as "worker:3", or it is "*"."""
     match = _WORKER.fullmatch(name) if isinstance(name, str) else None
-    if name == EVERY_WORKER:
-        return None
-    if match is None or int(match[1]) >= workers:
+    if name != EVERY_WORKER and (match is None or int(match[1]) >= workers):
         raise ValueError(f'{argument} is by worker: "worker:0" to "worker:{workers - 1}", or "*". Received: {name!r}')
-    return int(match[1])
 
 
 def _interpolated(points: list[tuple[int, float]], size: int) -> float:
@@ -337,7 +330,8 @@ def _interpolated(points: list[tuple[int, float]], size: int) -> float:
     return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
 
 
-def _check_count(owner: str, name: str, value: object, *, at_least: int) -> None:
+def check_count(owner: str, name: str, value: object, *, at_least: int) -> None:
+    """Raises ValueError unless an argument is an integer of at least `at_least`."""
     if not _checks.is_count(value, at_least=at_least):
         raise ValueError(f"{owner}({name}=...) must be an integer of at least {at_least}. Received: {name}={value!r}")
 
