@@ -43,9 +43,6 @@ class Exchange:
     secs: float
     bytes_per_replica: float
 
-    def __add__(self, other: Exchange) -> Exchange:
-        return Exchange(self.secs + other.secs, self.bytes_per_replica + other.bytes_per_replica)
-
 
 class EngineModel:
     """Costs of one strategy on a cluster.
@@ -113,8 +110,10 @@ class EngineModel:
     # Parameter servers.
 
     def _server_costs(self, within_secs: float, is_synchronous: bool) -> Costs:
-        network, cluster = self._network, self._cluster
-        down_bytes, up_bytes = self.down_bytes, self.up_bytes
+        network, cluster, model, devices = self._network, self._cluster, self._model, self.devices_per_replica
+        down_ratio, up_ratio = (self._codec.variables_ratio, self._codec.ratio) if self._codec else (1.0, 1.0)
+        down_bytes = model.dense_bytes * down_ratio + model.sparse_bytes * devices
+        up_bytes = model.dense_bytes * up_ratio + model.sparse_gradient_bytes * devices
         latency = network.within_latency_secs if cluster.is_one_machine else network.latency_secs
         capacity, most = self._server_capacity()
         is_fair = is_synchronous if network.queueing is None else network.queueing == "fair"
@@ -128,7 +127,7 @@ class EngineModel:
             down_bytes=down_bytes,
             up_bytes=up_bytes,
             gradient_secs=within_secs + 2 * latency,
-            update_secs=lambda count: self._model.update_secs,
+            update_secs=lambda count: model.update_secs,
         )
 
     def _server_capacity(self) -> tuple[float, float]:
@@ -138,18 +137,6 @@ class EngineModel:
             return cluster.servers * network.within_bandwidth, network.within_bandwidth
         capacity = (network.server_bandwidth or network.bandwidth) * cluster.servers
         return capacity, network.bandwidth / min(cluster.workers_per_machine, cluster.workers)
-
-    @property
-    def down_bytes(self) -> float:
-        """Bytes that a worker fetches before each gradient."""
-        ratio = self._codec.variables_ratio if self._codec else 1.0
-        return self._model.dense_bytes * ratio + self._model.sparse_bytes * self.devices_per_replica
-
-    @property
-    def up_bytes(self) -> float:
-        """Bytes of a worker's gradient."""
-        ratio = self._codec.ratio if self._codec else 1.0
-        return self._model.dense_bytes * ratio + self._model.sparse_gradient_bytes * self.devices_per_replica
 
     # Collectives.
 
@@ -161,11 +148,11 @@ class EngineModel:
             slots = self._model.optimizer_bytes if self._averaging.optimizer_state == "average" else 0.0
             return self._dense(size + slots, participants, bandwidth, latency)
         rows = self._model.sparse_gradient_bytes * self.devices_per_replica
-        found = self._dense(size, participants, bandwidth, latency)
-        if rows:
-            secs = links.ring_all_gather_secs(rows, participants, bandwidth, latency)
-            found += Exchange(secs, (participants - 1) * rows)
-        return found
+        dense = self._dense(size, participants, bandwidth, latency)
+        if not rows:
+            return dense
+        secs = links.ring_all_gather_secs(rows, participants, bandwidth, latency)
+        return Exchange(dense.secs + secs, dense.bytes_per_replica + (participants - 1) * rows)
 
     def _dense(self, size: float, participants: int, bandwidth: float, latency: float) -> Exchange:
         if not size or participants == 1:

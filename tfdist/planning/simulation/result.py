@@ -77,17 +77,8 @@ class GradientRecords:
         return len(self.replica)
 
     def __getitem__(self, index: int) -> GradientRecord:
-        return GradientRecord(
-            self.replica[index],
-            self.started[index],
-            self.received[index],
-            self.computed[index],
-            self.arrived[index],
-            self.local_step[index],
-            OUTCOMES[self.outcome[index]],
-            self.staleness[index],
-            self.update[index],
-        )
+        cells: dict[str, Any] = {name: column[index] for name, column in vars(self).items()}
+        return GradientRecord(**{**cells, "outcome": OUTCOMES[self.outcome[index]]})
 
     def __iter__(self) -> Iterator[GradientRecord]:
         return map(self.__getitem__, range(len(self)))
@@ -225,6 +216,7 @@ class Result(Simulation):
 
     def __str__(self) -> str:
         gradients = f"{sum(self.accepted):,} accepted, {sum(self.dropped):,} dropped, {sum(self.lost):,} lost"
+        time = f"computing {self.computing_share:.1%}, transfers {self.transfer_share:.1%}, idle {self.held_share:.1%}"
         rows = [
             ("strategy", " + ".join((self.strategy, *self.policies))),
             ("updates", f"{len(self.updates):,} in {self.seconds:.4g} s: {self.updates_per_sec:.4g} updates/s"),
@@ -235,34 +227,35 @@ class Result(Simulation):
             ("efficiency", f"{self.efficiency:.1%} of {self.replicas} replicas that train alone"),
             ("gradients", gradients),
             ("staleness", f"mean {self.mean_staleness:.3g}, at most {max(self.staleness, default=0)}"),
-            ("time", self._shares()),
+            ("time", time),
             *((name, f"{use.bytes_sent:,.4g} bytes, {use.utilisation:.1%} busy") for name, use in self.links.items()),
             ("limit", self.limit),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
 
-    def _shares(self) -> str:
-        return f"computing {self.computing_share:.1%}, transfers {self.transfer_share:.1%}, idle {self.held_share:.1%}"
 
-
-def limit_in_words(shares: dict[str, float], links: dict[str, LinkUse], updating_share: float) -> str:
+def limit_in_words(
+    links: dict[str, LinkUse], computing: float, transfer: float, waiting: float, updating: float
+) -> str:
     """Names what limits the throughput.
 
     Args:
-      shares: share of the replicas' time by what they do: "compute", "transfer" and "wait".
       links: use of the links, by name.
-      updating_share: share of the time that is spent in updates.
+      computing: share of the replicas' time in which they compute.
+      transfer: share in which they fetch and send.
+      waiting: share in which they do neither.
+      updating: share of the time that is spent in updates.
     """
     name, use = max(links.items(), key=lambda item: item[1].utilisation, default=("", LinkUse(0.0, 0.0)))
     if use.utilisation >= _FULL:
         return f"the link {name} is full ({use.utilisation:.0%} busy)"
     if len(links) > 1 and sum(each.utilisation for each in links.values()) >= _FULL:
         return f"the links {' and '.join(links)} are full in turn ({use.utilisation:.0%} busy each)"
-    if shares["compute"] >= 0.5:
-        return f"computing: replicas compute {shares['compute']:.0%} of the time"
-    if updating_share >= max(shares.values()):
-        return f"updates: collectives and the optimizer take {updating_share:.0%} of the time"
-    if shares["transfer"] >= shares["wait"]:
-        return f"transfers: replicas fetch and send {shares['transfer']:.0%} of the time, and no link is full"
-    return f"waiting: replicas wait {shares['wait']:.0%} of the time for others"
+    if computing >= 0.5:
+        return f"computing: replicas compute {computing:.0%} of the time"
+    if updating >= max(computing, transfer, waiting):
+        return f"updates: collectives and the optimizer take {updating:.0%} of the time"
+    if transfer >= waiting:
+        return f"transfers: replicas fetch and send {transfer:.0%} of the time, and no link is full"
+    return f"waiting: replicas wait {waiting:.0%} of the time for others"

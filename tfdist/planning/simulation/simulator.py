@@ -267,9 +267,9 @@ def _result(
     examples_per_sec = count * examples / secs if secs else float("inf")
     computing, transfer = _busy_secs(loop.gradients, secs)
     total = max(secs * replicas, 1e-300)
-    compute_share, transfer_share = computing / total, transfer / total
-    shares = {"compute": compute_share, "transfer": transfer_share}
-    shares["wait"] = max(0.0, 1.0 - compute_share - transfer_share)
+    computing_share, transfer_share = computing / total, transfer / total
+    held_share = max(0.0, 1.0 - computing_share - transfer_share)
+    updating_share = min(loop.busy_secs, secs) / secs if secs else 0.0
     links = _links(loop, engine, costs, secs)
     return Result(
         **_of(loop, replicas),
@@ -279,13 +279,13 @@ def _result(
         examples_per_sec=examples_per_sec,
         single_examples_per_sec=model.batch_size * max(alone),
         efficiency=examples_per_sec / all_alone if secs else 1.0,
-        computing_share=compute_share,
+        computing_share=computing_share,
         transfer_share=transfer_share,
-        held_share=shares["wait"],
+        held_share=held_share,
         held_secs=tuple(loop.held_secs),
         updating_secs=loop.busy_secs,
         links=links,
-        limit=limit_in_words(shares, links, min(loop.busy_secs, secs) / secs if secs else 0.0),
+        limit=limit_in_words(links, computing_share, transfer_share, held_share, updating_share),
     )
 
 
