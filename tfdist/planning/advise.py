@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -64,36 +65,22 @@ def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the flags of `tfdist advise`."""
-    text, real = flags.DEFINE_string, flags.DEFINE_float
-    flags.DEFINE_list(
-        "workers",
-        None,
-        "numbers of workers to compare (1,2,4,8,16,64; of a run those up to its own)",
-        flag_values=values,
-    )
+    kinds = flags.DEFINE_string, flags.DEFINE_float, flags.DEFINE_integer, flags.DEFINE_boolean
+    text, real, count, switch = (functools.partial(kind, flag_values=values) for kind in kinds)
+    compared = "numbers of workers to compare (1,2,4,8,16,64; of a run those up to its own)"
+    flags.DEFINE_list("workers", None, compared, flag_values=values)
     network = 'bandwidth between machines, or a file of doctor --measure; "local" for one machine (10Gbit)'
-    text("network", None, network, flag_values=values)
-    text("latency", None, "of a message, such as 50us; by default that of the file, or 50us", flag_values=values)
-    real("examples", 0.0, "examples to train on, for times and costs", lower_bound=0.0, flag_values=values)
-    real("price_per_hour", 0.0, "price of one machine, in any currency", lower_bound=0.0, flag_values=values)
-    flags.DEFINE_integer(
-        "workers_per_machine",
-        None,
-        "workers that share a machine's link and cores; by default 1, or all where the network is of one machine",
-        lower_bound=1,
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "global_batch",
-        0,
-        "examples of an update; 0 keeps the profile's batch on each worker",
-        lower_bound=0,
-        flag_values=values,
-    )
+    text("network", None, network)
+    text("latency", None, "of a message, such as 50us; by default that of the file, or 50us")
+    real("examples", 0.0, "examples to train on, for times and costs", lower_bound=0.0)
+    real("price_per_hour", 0.0, "price of one machine, in any currency", lower_bound=0.0)
+    sharing = "workers that share a machine's link and cores; by default 1, or all where the network is of one machine"
+    count("workers_per_machine", None, sharing, lower_bound=1)
+    count("global_batch", 0, "examples of an update; 0 keeps the profile's batch on each worker", lower_bound=0)
     any_cost = f"recommend settings of more than {advice.MOST_COST:g} times the machine-hours of an example, too"
-    flags.DEFINE_boolean("any_cost", False, any_cost, flag_values=values)
-    flags.DEFINE_boolean("all", False, "show slow settings, too; --json has them always", flag_values=values)
-    text("json", None, "file for the rows and the recommendation, for programs", flag_values=values)
+    switch("any_cost", False, any_cost)
+    switch("all", False, "show slow settings, too; --json has them always")
+    text("json", None, "file for the rows and the recommendation, for programs")
 
 
 def _workers(text: str) -> int:

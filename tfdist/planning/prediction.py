@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -81,13 +82,16 @@ def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network
     """
     software = math.inf if has_accelerators else SOFTWARE_BANDWIDTH
     if text == LOCAL:
-        latency_secs = models.secs(latency, "--latency") if latency else _LOOPBACK_LATENCY_SECS
+        latency_secs = models.secs(latency or _LOOPBACK_LATENCY_SECS, "--latency")
         shown = "all workers on this machine"
         return Network(_LOOPBACK_BANDWIDTH, latency_secs, software, shown, is_one_machine=True)
     path = pathlib.Path(text)
     if path.suffix == ".json" or path.is_file():
         return _from_file(path, latency, software)
-    bandwidth = models.bytes_per_sec(text if not _is_number(text) else float(text), "--network")
+    given: float | str = text
+    with contextlib.suppress(ValueError):
+        given = float(text)
+    bandwidth = models.bytes_per_sec(given, "--network")
     latency_secs = models.secs(latency or "50us", "--latency")
     return Network(bandwidth, latency_secs, software, f"{text}, {1e6 * latency_secs:.0f} us")
 
@@ -97,20 +101,10 @@ def _from_file(path: pathlib.Path, latency: str | None, software: float) -> Netw
     links, is_one_machine = doctor_measure.from_json(read_file("--network", str(path), remedy), str(path))
     # A synchronous step waits for the slowest link, so its speed counts.
     bandwidth = min(link.bytes_per_sec for link in links)
-    latency_secs = (
-        models.secs(latency, "--latency") if latency else statistics.median(each.latency_secs for each in links)
-    )
+    latency_secs = models.secs(latency or statistics.median(each.latency_secs for each in links), "--latency")
     text = f"{len(links)} measured links, the slowest {bandwidth / 0.125e9:.3g} Gbit/s, {1e6 * latency_secs:.0f} us"
     text += ", of one machine" if is_one_machine else ""
     return Network(bandwidth, latency_secs, software, text, is_one_machine)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 # Updates that a simulation makes: of one gradient each, and of one from each worker.

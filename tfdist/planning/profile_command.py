@@ -8,6 +8,7 @@ import dataclasses
 import os
 import pathlib
 import runpy
+import statistics
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -58,16 +59,9 @@ def _first_device() -> str:
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
     """Within the block there is no cluster, and one GPU; call it before TensorFlow is imported."""
-    before = {name: os.environ.get(name) for name in (_CLUSTER, _GPUS)}
-    os.environ.pop(_CLUSTER, None)
-    os.environ[_GPUS] = (before[_GPUS] or "0").split(",")[0] if before[_GPUS] != "" else ""
-    try:
+    with mock.patch.dict(os.environ, {_GPUS: os.environ.get(_GPUS, "0").split(",")[0]}):
+        os.environ.pop(_CLUSTER, None)
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 _USAGE = """\
@@ -138,9 +132,8 @@ def _run(command: list[str], is_module: bool, secs: float, measured: list[Profil
             measured.append(measuring.measure(model, fit, arguments, secs, lambda text: _say(f"measuring {text}")))
             raise _Measured
 
-        with replacing_strategies(), fit.take_over_fit(instead):
-            before = sys.argv, list(sys.path)
-            sys.argv = command[1:] if is_module else list(command)
+        argv = command[1:] if is_module else command
+        with replacing_strategies(), fit.take_over_fit(instead), mock.patch.multiple(sys, argv=argv, path=[*sys.path]):
             try:
                 _run_as_main(script, is_module)
             except _Measured:
@@ -154,8 +147,6 @@ def _run(command: list[str], is_module: bool, secs: float, measured: list[Profil
             except BaseException as error:
                 traceback.print_exception(error)
                 return f"{script} raised {type(error).__name__}, see above, before all was measured"
-            finally:
-                sys.argv, sys.path[:] = before
     return ""
 
 
@@ -169,8 +160,7 @@ def _run_as_main(script: str, is_module: bool) -> None:
 
 
 def _summary(profile: Profile, output: pathlib.Path) -> str:
-    samples = sorted(profile.samples)
-    middle = samples[len(samples) // 2]
+    middle = statistics.median_high(profile.samples)
     rows = f", {len(profile.tables)} tables with sparse gradients" if profile.tables else ""
     noise = profile.noise_scale
     noisy = f"; {noise}" if noise and noise.says_something else ""
