@@ -15,6 +15,7 @@ import ipaddress
 import json
 import os
 import pathlib
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -267,11 +268,7 @@ def versions(installed: Callable[[str], str | None]) -> list[Finding]:
 
 
 def _parts(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split(".")[:2]:
-        digits = "".join(char for char in part if char in "0123456789")
-        numbers.append(int(digits[:9] or 0))
-    return tuple(numbers)
+    return tuple(int(number[:9]) for number in re.findall(r"[0-9]+", version)[:2])
 
 
 def _dotted(version: Sequence[int]) -> str:
