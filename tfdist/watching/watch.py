@@ -10,7 +10,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -285,9 +285,7 @@ def _terminated_by_exception() -> Iterator[None]:
     def end(signum: int, _: object) -> None:
         raise SystemExit(128 + signum)
 
-    before: dict[int, Callable[..., Any] | int | None] = {}
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        before[signum] = signal.signal(signum, end)
+    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

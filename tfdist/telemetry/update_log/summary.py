@@ -74,9 +74,7 @@ def summarize(updates: Updates, contributions: Contributions, starts: np.ndarray
 def _cells(updates: Updates, contributions: Contributions, starts: np.ndarray, workers: int) -> dict[str, np.ndarray]:
     """Returns the columns of shape [g, w]."""
     shape = len(starts), workers
-    ends = np.append(starts[1:], len(updates))[: len(starts)]
-    offsets = updates.offsets
-    per_group = offsets[ends] - offsets[starts]
+    per_group = np.add.reduceat(updates.count, starts, dtype=np.int64)
     cell = np.repeat(np.arange(len(starts), dtype=np.int64) * workers, per_group) + contributions.worker
     secs = contributions.arrival - contributions.start
     is_accepted = contributions.outcome == Outcome.ACCEPTED

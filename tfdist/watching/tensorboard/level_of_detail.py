@@ -77,16 +77,15 @@ class Levels:
 
     def window(self, begin: float, end: float, buckets: int) -> Buckets:
         """Adds up `buckets` equal parts of a window."""
-        first, last = self.rows(begin, end)
-        is_exact = self._offsets[last] - self._offsets[first] <= MAX_ROWS
+        is_exact = self.is_detailed(begin, end, MAX_ROWS)
         if is_exact:
-            cells, totals = self._exact(first, last, begin, end, buckets)
+            cells, totals = self._exact(begin, end, buckets)
         else:
             edges = np.linspace(begin, end, buckets + 1)
             cells = _differences(self._edges, self._cells, edges)
             totals = _differences(self._edges, self._totals, edges)
         secs = (end - begin) / buckets
-        return Buckets(begin, secs, cells.astype(np.float32), totals.astype(np.float32), bool(is_exact))
+        return Buckets(begin, secs, cells.astype(np.float32), totals.astype(np.float32), is_exact)
 
     def rows(self, begin: float, end: float) -> tuple[int, int]:
         """Returns the range of the updates with a gradient that was alive between two times."""
@@ -119,10 +118,10 @@ class Levels:
         dropped, lost = (_secs_of(timeline, each, starts, workers) for each in (Outcome.DROPPED, Outcome.LOST))
         return groups, dropped, lost
 
-    def _exact(self, first: int, last: int, begin: float, end: float, buckets: int) -> tuple[np.ndarray, np.ndarray]:
+    def _exact(self, begin: float, end: float, buckets: int) -> tuple[np.ndarray, np.ndarray]:
         timeline, workers = self._timeline, self._workers
         # Earlier gradients, too: until when their workers waited.
-        first = int(np.searchsorted(self._times, begin - self._longest, "left"))
+        first, last = self.rows(begin - self._longest, end)
         updates = timeline.updates[first:last]
         rows = timeline.contributions[self._offsets[first] : self._offsets[last]]
         made = np.repeat(updates.time, updates.count)
@@ -202,8 +201,6 @@ def _idle_since(worker: np.ndarray, start: np.ndarray, waits_until: np.ndarray) 
 def _secs_of(timeline: Timeline, outcome: Outcome, starts: np.ndarray, workers: int) -> np.ndarray:
     chosen = np.flatnonzero(timeline.contributions.outcome == outcome)
     shape = len(starts), workers
-    if not len(chosen):
-        return np.zeros(shape)
     rows = timeline.contributions[chosen]
     update = np.searchsorted(timeline.updates.offsets, chosen, "right") - 1
     group = np.searchsorted(starts, update, "right") - 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import pathlib
@@ -205,7 +204,7 @@ class Jobs:
 
     def _look(self) -> None:
         try:
-            self.has_logs = bool(list(itertools.islice(find_logs(self._directory), 1)))
+            self.has_logs = next(find_logs(self._directory), None) is not None
             if self.has_logs:
                 # The page asks for this first.
                 for job in self.all()[0][:1]:
