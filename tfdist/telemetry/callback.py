@@ -129,7 +129,7 @@ class Telemetry(keras.callbacks.Callback):
         self._last_batch = batch
         if self._session is not None and self._last is None:
             # The first batch includes the building of the graph.
-            self._last = self._now(self._session)
+            self._last = self._now()
             self._recorder.take()
         elif self._session is not None and self._last and self._batches - self._last.batches >= self._update_freq:
             self._write(self._session, self._last)
@@ -204,12 +204,12 @@ class Telemetry(keras.callbacks.Callback):
     def _distribution(self) -> Any:
         return self.model.distribute_strategy.distribution
 
-    def _now(self, session: Session) -> _Moment:
+    def _now(self) -> _Moment:
         self._collect()
-        return _Moment(self._clock() - self._evaluated_secs, self._batches, session.counted_bytes())
+        return _Moment(self._clock() - self._evaluated_secs, self._batches, self._distribution().bytes_sent())
 
     def _write(self, session: Session, last: _Moment) -> None:
-        now = self._last = self._now(session)
+        now = self._last = self._now()
         tally, secs, batches = self._recorder.take(), now.secs - last.secs, now.batches - last.batches
         if self._recorder.is_complete:
             updates = tally.updates / self._accumulated

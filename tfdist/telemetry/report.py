@@ -540,7 +540,11 @@ class Report:
         if not any(self.bytes_received.values()) and not self.memory_bytes:
             counts = {name: f"{count:,}" for name, count in self.bytes_sent.items()}
             return ["bytes sent: " + _listed(counts)] if any(self.bytes_sent.values()) else []
-        names = [name for name in dict.fromkeys([*self.bytes_sent, *self.memory_bytes]) if self._is_measured(name)]
+        names = [
+            name
+            for name in dict.fromkeys([*self.bytes_sent, *self.memory_bytes])
+            if name in self.memory_bytes or self.bytes_sent.get(name) or self.bytes_received.get(name)
+        ]
         rows = [["task", "bytes sent", "received", "cpu, s", "memory, MB"]]
         for name in names if len(names) <= _MOST_ROWS else names[: _MOST_ROWS - 1]:
             memory = self.memory_bytes.get(name)
@@ -552,9 +556,6 @@ class Report:
             memory = f"{sum(self.memory_bytes.values()) / 1e6:.0f}"
             rows.append([f"all {len(names)}", *sums, f"{sum(self.cpu_secs.values()):.1f}", memory])
         return _table(rows)
-
-    def _is_measured(self, name: str) -> bool:
-        return name in self.memory_bytes or bool(self.bytes_sent.get(name) or self.bytes_received.get(name))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -30,7 +30,7 @@ from tfdist.telemetry.update_log.writer import HEADER
 # `tf.summary` isn't used: a file in a directory that has vanished takes no point any more, and it says nothing.
 
 
-FLUSH_SECS = 2.0
+_FLUSH_SECS = 2.0
 _CLOSE_SECS = 20.0
 # Points that wait for a disk that does not answer; beyond that the oldest are left out.
 _MOST_PENDING = 10_000
@@ -52,12 +52,10 @@ class EventWriters:
     Args:
       directory: log directory of TensorBoard; any path of `tf.io.gfile`.
       warn: receives a line when the disk fails.
-      flush_secs: time between two writes.
     """
 
-    def __init__(self, directory: str, warn: Callable[[str], object], flush_secs: float = FLUSH_SECS) -> None:
+    def __init__(self, directory: str, warn: Callable[[str], object]) -> None:
         self.directory = directory
-        self._flush_secs = flush_secs
         self._warn = warn
         # Guards `_pending`; the other one the files.
         self._lock = threading.Lock()
@@ -90,7 +88,7 @@ class EventWriters:
                 if found and self._try(run, lambda each: each.add(step, wall_time, found)):  # noqa: B023 - called at once
                     changed.add(run)
             for run in changed & self._files.keys():
-                self._try(run, _EventFile.flush)
+                self._try(run, lambda each: each.writer.flush())
 
     def close(self) -> None:
         """Writes what was added, closes all files and ends the thread; may be called again."""
@@ -102,12 +100,12 @@ class EventWriters:
         _forks.not_at_exit(self.close)
 
     def _run(self) -> None:
-        while not self._ended.wait(self._flush_secs):
+        while not self._ended.wait(_FLUSH_SECS):
             self.flush()
         self.flush()
         with self._writing:
             for run in list(self._files):
-                self._try(run, _EventFile.close)
+                self._try(run, lambda each: each.writer.close())
 
     def _try(self, run: str, write: Callable[[_EventFile], object]) -> bool:
         """Writes to the file of a run; returns False after an error of the disk, which ends no training."""
@@ -143,7 +141,7 @@ class _EventFile:
         tf.io.gfile.makedirs(directory)
         number = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self.path = _join(directory, f"events.out.tfevents.{number}{_MARK}")
-        self._writer = tf.io.TFRecordWriter(self.path)
+        self.writer = tf.io.TFRecordWriter(self.path)
         self._write(tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, step: int, wall_time: float, values: Sequence[Any]) -> None:
@@ -151,13 +149,7 @@ class _EventFile:
         self._write(tf.compat.v1.Event(wall_time=wall_time, step=step, summary=summary))
 
     def _write(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+        self.writer.write(event.SerializeToString())
 
     def is_gone(self) -> bool:
         """Returns True if somebody has deleted a local file; an object store isn't asked, for its price and time."""
@@ -353,10 +345,6 @@ class Session:
                 log.scalar(f"sent/{name}", iteration, (each.bytes_sent - before.bytes_sent) / secs, now)
                 log.scalar(f"received/{name}", iteration, (each.bytes_received - before.bytes_received) / secs, now)
         return summaries.process(last.get(task), found[task], secs) if task in found else []
-
-    def counted_bytes(self) -> Sequence[int]:
-        """See `Distribution.bytes_sent`."""
-        return self._distribution.bytes_sent()
 
     def flush(self) -> None:
         """Writes what there is so far; waits for the disk."""

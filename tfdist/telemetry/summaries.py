@@ -23,36 +23,36 @@ def scalar(name: str, value: float) -> Any:
 
 def histogram(name: str, values: Histogram) -> Any:
     """Returns a histogram of seconds; it must not be empty."""
-    limits = [0.0, *(limit for limit, _ in values.buckets())]
-    counts = [0, *(count for _, count in values.buckets())]
-    return _histogram(name, values.least, values.most, values.count, values.total, values.squares, limits, counts)
+    return _histogram(
+        name,
+        min=values.least,
+        max=values.most,
+        num=values.count,
+        sum=values.total,
+        sum_squares=values.squares,
+        bucket_limit=[0.0, *(limit for limit, _ in values.buckets())],
+        bucket=[0, *(count for _, count in values.buckets())],
+    )
 
 
 def counts(name: str, given: collections.Counter[int]) -> Any:
     """Returns a histogram of whole numbers; it must not be empty."""
     rows = sorted(given.items())
-    total = sum(value * count for value, count in rows)
-    squares = sum(value * value * count for value, count in rows)
-    # A bucket ends half a number above.
-    limits = [rows[0][0] - 0.5, *(value + 0.5 for value, _ in rows)]
-    shares = rows[0][0], rows[-1][0], given.total(), total, squares
-    return _histogram(name, *shares, limits, [0, *(count for _, count in rows)])
-
-
-def _histogram(
-    name: str,
-    least: float,
-    most: float,
-    number: int,
-    total: float,
-    squares: float,
-    limits: Sequence[float],
-    bucket_counts: Sequence[int],
-) -> Any:
-    proto = tf.compat.v1.HistogramProto(
-        min=least, max=most, num=number, sum=total, sum_squares=squares, bucket_limit=limits, bucket=bucket_counts
+    return _histogram(
+        name,
+        min=rows[0][0],
+        max=rows[-1][0],
+        num=given.total(),
+        sum=sum(value * count for value, count in rows),
+        sum_squares=sum(value * value * count for value, count in rows),
+        # A bucket ends half a number above.
+        bucket_limit=[rows[0][0] - 0.5, *(value + 0.5 for value, _ in rows)],
+        bucket=[0, *(count for _, count in rows)],
     )
-    return tf.compat.v1.Summary.Value(tag=_PREFIX + name, histo=proto)
+
+
+def _histogram(name: str, **fields: Any) -> Any:
+    return tf.compat.v1.Summary.Value(tag=_PREFIX + name, histo=tf.compat.v1.HistogramProto(**fields))
 
 
 def text(name: str, line: str) -> Any:

@@ -142,7 +142,7 @@ class LogReader:
         seen = [(path, log.header, log.stamps) for path, log in self._logs.items()], skipped
         is_new, self._seen = seen != self._seen, seen
         if is_new:
-            self._timelines = _timelines(log for log in self._logs.values() if log.header is not None)
+            self._timelines = _timelines(self._logs.values())
         return Reading(self._timelines, skipped, is_new)
 
 

@@ -29,10 +29,10 @@ class Segment:
     scalars: Scalars
 
     @classmethod
-    def joined(cls, parts: Sequence[Self], first: int = 0) -> Self:
-        """Joins consecutive segments; `first` is that of a segment of no parts."""
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Joins consecutive segments."""
         return cls(
-            parts[0].first if parts else first,
+            parts[0].first if parts else 0,
             Updates.concatenated([each.updates for each in parts]),
             Contributions.concatenated([each.contributions for each in parts]),
             Events.concatenated([each.events for each in parts]),
