@@ -106,7 +106,7 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
     output = pathlib.Path(values.output)
     _files.check_writable(output, "--output")
     measured: list[Profile] = []
-    failure = _run(command, is_module, values.secs, measured)
+    failure = _run(command[is_module:], is_module, values.secs, measured)
     if not measured:
         _say(f"{failure or f'{script} ended without calling model.fit, so there was nothing to measure'}; no profile")
         return _INTERRUPTED if failure == _INTERRUPT else _FAILED
@@ -121,9 +121,9 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
 _INTERRUPT = "interrupted"
 
 
-def _run(command: list[str], is_module: bool, secs: float, measured: list[Profile]) -> str:
+def _run(argv: list[str], is_module: bool, secs: float, measured: list[Profile]) -> str:
     """Runs the script; returns what went wrong in it, "" if nothing did."""
-    script = command[1] if is_module else command[0]
+    script = argv[0]
     with environment():
         from tfdist.compat.keras import fit
         from tfdist.planning import measuring
@@ -132,7 +132,6 @@ def _run(command: list[str], is_module: bool, secs: float, measured: list[Profil
             measured.append(measuring.measure(model, fit, arguments, secs, lambda text: _say(f"measuring {text}")))
             raise _Measured
 
-        argv = command[1:] if is_module else command
         with replacing_strategies(), fit.take_over_fit(instead), mock.patch.multiple(sys, argv=argv, path=[*sys.path]):
             try:
                 _run_as_main(script, is_module)
