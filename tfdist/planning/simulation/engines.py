@@ -142,27 +142,26 @@ class EngineModel:
 
     def exchange(self, participants: int) -> Exchange:
         """Returns the cost of the exchange of one update, or of one average."""
-        bandwidth, latency = self._collective_link()
         size = self._model.dense_bytes
         if self._averaging:
             slots = self._model.optimizer_bytes if self._averaging.optimizer_state == "average" else 0.0
-            return self._dense(size + slots, participants, bandwidth, latency)
+            return self._dense(size + slots, participants)
         rows = self._model.sparse_gradient_bytes * self.devices_per_replica
-        dense = self._dense(size, participants, bandwidth, latency)
+        dense = self._dense(size, participants)
         if not rows:
             return dense
-        secs = links.ring_all_gather_secs(rows, participants, bandwidth, latency)
+        secs = links.ring_all_gather_secs(rows, participants, *self._collective_link())
         return Exchange(dense.secs + secs, dense.bytes_per_replica + (participants - 1) * rows)
 
-    def _dense(self, size: float, participants: int, bandwidth: float, latency: float) -> Exchange:
+    def _dense(self, size: float, participants: int) -> Exchange:
         if not size or participants == 1:
             return Exchange(0.0, 0.0)
         size *= self._codec.ratio if self._codec else 1.0
         if self._codec and not self._codec.commutes_with_sum:
-            secs = links.ring_all_gather_secs(size, participants, bandwidth, latency)
+            secs = links.ring_all_gather_secs(size, participants, *self._collective_link())
             decoding = participants * self._model.dense_bytes / self._codec.decode_bandwidth
             return Exchange(secs + decoding, (participants - 1) * size)
-        secs = links.ring_all_reduce_secs(size, participants, bandwidth, latency)
+        secs = links.ring_all_reduce_secs(size, participants, *self._collective_link())
         return Exchange(secs, 2 * (participants - 1) / participants * size)
 
     def exposed_secs(self, participants: int) -> float:
@@ -174,6 +173,7 @@ class EngineModel:
         return max(0.0, self.exchange(participants).secs - hidden)
 
     def _collective_link(self) -> tuple[float, float]:
+        """Returns the bandwidth and the latency of a collective's messages."""
         network, cluster = self._network, self._cluster
         if self.strategy == MIRRORED or cluster.is_one_machine:
             return network.within_bandwidth, network.within_latency_secs
@@ -184,9 +184,8 @@ class EngineModel:
         return bandwidth, network.latency_secs
 
     def _join_secs(self, participants: int) -> float:
-        bandwidth, latency = self._collective_link()
         size = self._model.dense_bytes + self._model.optimizer_bytes
-        return links.broadcast_secs(size, participants, bandwidth, latency)
+        return links.broadcast_secs(size, participants, *self._collective_link())
 
     # Within a replica.
 
