@@ -163,12 +163,11 @@ class Recorder:
             whole = Tally(len(self.names))
             whole.merge(self._before)
             whole.merge(self._tally)
-            counts = {"losses": self._losses, "returns": self._returns}
-            by_name = {
-                field: {name: count for name, count in zip(self.names, each, strict=True) if count}
-                for field, each in counts.items()
-            }
-            return dataclasses.replace(whole.report(self.names), **by_name)
+            losses, returns = (
+                {name: count for name, count in zip(self.names, counts, strict=True) if count}
+                for counts in (self._losses, self._returns)
+            )
+            return dataclasses.replace(whole.report(self.names), losses=losses, returns=returns)
 
 
 def _rows(update: Update) -> Sequence[Contribution]:
