@@ -50,8 +50,7 @@ class PowerSGD(codec.Codec):
     commutes_with_sum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not _checks.is_count(self.rank):
-            raise ValueError(f"PowerSGD(rank=...) must be an integer of at least 1. Received: rank={self.rank!r}")
+        _checks.check_count("PowerSGD", "rank", self.rank)
         if not _checks.is_number(self.min_compression) or self.min_compression < 1:
             raise ValueError(
                 "PowerSGD(min_compression=...) must be at least 1: fewer values are sent as they are. "

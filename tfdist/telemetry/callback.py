@@ -60,8 +60,7 @@ class Telemetry(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         for name, value in (("update_freq", update_freq), ("max_contributions", max_contributions)):
-            if not _checks.is_count(value, at_least=1):
-                raise ValueError(f"Telemetry({name}=...) must be an integer of at least 1. Received: {name}={value!r}")
+            _checks.check_count("Telemetry", name, value)
         self._directory = os.fspath(log_dir)
         self._update_freq = update_freq
         self._max_contributions = max_contributions if update_log else 0

@@ -129,7 +129,7 @@ class Failure:
 
     def __post_init__(self) -> None:
         _set(self, "secs", secs(self.secs, "Failure(secs=...)"))
-        check_count("Failure", "worker", self.worker, at_least=0)
+        _checks.check_count("Failure", "worker", self.worker, at_least=0)
         if self.back_after_secs is not None:
             _set(self, "back_after_secs", secs(self.back_after_secs, "Failure(back_after_secs=...)"))
 
@@ -164,8 +164,8 @@ class ClusterModel:
 
     def __post_init__(self) -> None:
         for name in ("workers", "devices_per_worker", "workers_per_machine"):
-            check_count("ClusterModel", name, getattr(self, name), at_least=1)
-        check_count("ClusterModel", "servers", self.servers, at_least=0)
+            _checks.check_count("ClusterModel", name, getattr(self, name), at_least=1)
+        _checks.check_count("ClusterModel", "servers", self.servers, at_least=0)
         if self.compute is not None:
             _check_distribution("ClusterModel(compute=...)", self.compute)
         for name in ("speeds", "delays"):
@@ -248,7 +248,7 @@ class ModelProfile:
         for name in ("dense_bytes", "optimizer_bytes"):
             _set(self, name, num_bytes(getattr(self, name), f"ModelProfile({name}=...)"))
         _set(self, "update_secs", secs(self.update_secs, "ModelProfile(update_secs=...)"))
-        check_count("ModelProfile", "batch_size", self.batch_size, at_least=1)
+        _checks.check_count("ModelProfile", "batch_size", self.batch_size, at_least=1)
         if not all(isinstance(table, SparseTable) for table in self.sparse_tables):
             raise ValueError(f"ModelProfile(sparse_tables=...) must be SparseTables. Received: {self.sparse_tables!r}")
         if not _checks.is_number(self.overlap, is_finite=False) or not 0 <= self.overlap <= 1:
@@ -261,7 +261,7 @@ class ModelProfile:
                 raise ValueError("ModelProfile(step_secs=...) must have a batch size. Received: {}")
             table = {}
             for size, each in self.step_secs.items():
-                check_count("ModelProfile", "step_secs", size, at_least=1)
+                _checks.check_count("ModelProfile", "step_secs", size, at_least=1)
                 table[size] = secs(each, f"ModelProfile(step_secs={{{size!r}: ...}})")
             _set(self, "step_secs", dict(sorted(table.items())))
         elif self.step_secs is not None:
@@ -328,12 +328,6 @@ def _interpolated(points: list[tuple[int, float]], size: int) -> float:
     upper = next((index for index, point in enumerate(points) if point[0] >= size), len(points) - 1)
     (x0, y0), (x1, y1) = points[upper - 1], points[upper]
     return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
-
-
-def check_count(owner: str, name: str, value: object, *, at_least: int) -> None:
-    """Raises ValueError unless an argument is an integer of at least `at_least`."""
-    if not _checks.is_count(value, at_least=at_least):
-        raise ValueError(f"{owner}({name}=...) must be an integer of at least {at_least}. Received: {name}={value!r}")
 
 
 def _check_distribution(argument: str, value: object) -> None:

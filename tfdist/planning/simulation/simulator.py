@@ -9,12 +9,13 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tfdist import _checks
 from tfdist.planning.simulation import engines, result
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
 from tfdist.planning.simulation.engines import EngineModel
 from tfdist.planning.simulation.event_loop import Costs, EventLoop
 from tfdist.planning.simulation.links import Link
-from tfdist.planning.simulation.models import EVERY_WORKER, ClusterModel, CodecModel, ModelProfile, check_count
+from tfdist.planning.simulation.models import EVERY_WORKER, ClusterModel, CodecModel, ModelProfile
 from tfdist.planning.simulation.result import LinkUse, Result, Simulation, limit_in_words
 from tfdist.policies import base, composition
 from tfdist.policies.base import Policy
@@ -121,7 +122,7 @@ def simulate_policy(
     if not isinstance(policy, Policy):
         raise ValueError(f"simulate_policy takes one policy; simulate takes several. Received: policy={policy!r}")
     for name, count in (("num_updates", num_updates), ("total_num_replicas", total_num_replicas)):
-        check_count("simulate_policy", name, count, at_least=1)
+        _checks.check_count("simulate_policy", name, count)
     if isinstance(policy, base.Aggregation):
         policy.begin(total_num_replicas, "simulate_policy")
     else:
@@ -236,8 +237,8 @@ def _check(cluster: ClusterModel, model: ModelProfile, strategy: str, num_update
     if not isinstance(cluster, ClusterModel) or not isinstance(model, ModelProfile):
         raise ValueError(f"simulate takes a ClusterModel and a ModelProfile. Received: {cluster!r}, {model!r}")
     engines.check_simulable(strategy, cluster)
-    check_count("simulate", "num_updates", num_updates, at_least=1)
-    check_count("simulate", "steps_per_epoch", steps_per_epoch, at_least=0)
+    _checks.check_count("simulate", "num_updates", num_updates)
+    _checks.check_count("simulate", "steps_per_epoch", steps_per_epoch, at_least=0)
 
 
 def _check_composed(composed: composition.Composition, codec: CodecModel | None, steps_per_epoch: int) -> None:
