@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -186,7 +185,8 @@ class BlockedCall:
     def __init__(self, what: str, thread_id: int | None = None) -> None:
         self._what = what
         self._thread_id = thread_id or threading.main_thread().ident
-        self._last: tuple[Any, int, int] | None = None
+        # The frame, and the instruction in it.
+        self._last: tuple[FrameType, int] | None = None
         self._token = 0
 
     def __call__(self) -> tuple[str, int] | None:
@@ -198,7 +198,7 @@ class BlockedCall:
         # The reference keeps the frame alive, so that no other frame gets its identity.
         if self._last is None or self._last[0] is not frame or self._last[1] != frame.f_lasti:
             self._token += 1
-            self._last = (frame, frame.f_lasti, self._token)
+            self._last = frame, frame.f_lasti
         return self._what, self._token
 
     def forget(self) -> None:
@@ -206,11 +206,11 @@ class BlockedCall:
         self._last = None
 
     @property
-    def frame(self) -> types.FrameType | None:
+    def frame(self) -> FrameType | None:
         """Innermost frame of the call that was seen last; None outside of a call."""
         return None if self._last is None else self._last[0]
 
-    def _blocked_frame(self) -> types.FrameType | None:
+    def _blocked_frame(self) -> FrameType | None:
         frames = by_thread()
         try:
             frame = frames.get(self._thread_id or 0)
@@ -264,14 +264,20 @@ class Idleness:
         own = str(threading.get_native_id())
         for path in self._tasks.glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                # The name of a thread, in parentheses, may have any characters.
-                state = "" if path.name == own else (path / "stat").read_text().rpartition(")")[2].split()[0]
+                state = "" if path.name == own else run_state(path)
                 text = (path / "schedstat").read_text() if (path / "schedstat").exists() else ""
                 self._last[path.name] = text
                 # The kernel counts a wait for a CPU at its end. Kernels that don't count show runnable threads.
                 is_starved = is_starved or (state == "R" and last.get(path.name, text) == text)
         wanted = sum(_delay_secs(text) - _delay_secs(last.get(name, text)) for name, text in self._last.items())
         return bool(last) and not is_starved and wanted < self._MOST_WANTED_SHARE * secs
+
+
+def run_state(task: pathlib.Path) -> str:
+    """Returns the letter by which the kernel shows the state of a process or thread with this folder in /proc."""
+    text = (task / "stat").read_text(encoding="utf-8", errors="replace")
+    # The name, in parentheses, may itself hold spaces and parentheses.
+    return text.rpartition(")")[2].split()[0]
 
 
 def _delay_secs(schedstat: str) -> float:

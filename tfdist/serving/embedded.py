@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist import _checks, _forks, _log
 from tfdist.cluster import NOTICES_VARIABLE, Cluster, Task
 from tfdist.compat.tensorflow.servers import note_op_libraries, op_libraries
-from tfdist.coordination import keepalive, rendezvous
+from tfdist.coordination import keepalive, rendezvous, stalls
 from tfdist.launchers.requests import Restarts
 from tfdist.launchers.supervise import processes
 from tfdist.launchers.supervise.notices import GIVEN_UP, Reader, check_none_ended
@@ -53,22 +53,17 @@ class Attachment:
         # True if this program ends early and will be started again.
         self.is_abandoned = False
 
-    @property
-    def num_workers(self) -> int:
-        """Number of workers."""
-        return self.cluster.num_workers
-
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Returns the cluster as a resolver for the stock strategy."""
-        jobs = {job: list(tasks.values()) for job, tasks in self.cluster.jobs.items() if job != "evaluator"}
-        return _resolver(jobs, "chief" if "chief" in jobs else None)
+        task_type, task_id = ("chief", 0) if "chief" in self.cluster.jobs else (None, None)
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            self.cluster_spec("chief"), task_type=task_type, task_id=task_id, rpc_layer="grpc"
+        )
 
-    def renamed_resolver(self, coordinator_name: str) -> tf.distribute.cluster_resolver.ClusterResolver:
-        """Returns the cluster as a resolver, with the chief's job renamed to `coordinator_name`."""
+    def cluster_spec(self, chief_job: str) -> tf.train.ClusterSpec:
+        """Returns the cluster in TensorFlow's form, with this name for the chief's job; without evaluators."""
         jobs = {job: list(tasks.values()) for job, tasks in self.cluster.jobs.items() if job != "evaluator"}
-        if "chief" in jobs:
-            jobs[coordinator_name] = jobs.pop("chief")
-        return _resolver(jobs, None)
+        return tf.train.ClusterSpec({chief_job if job == "chief" else job: tasks for job, tasks in jobs.items()})
 
     def watch(self) -> None:
         """Restarts the workers of an embedded cluster that end; probes the connections to the tasks of another."""
@@ -167,12 +162,6 @@ def cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Clus
     """Returns the cluster that a resolver describes. Without a task type this process is the chief."""
     jobs = {job: dict(enumerate(tasks)) for job, tasks in resolver.cluster_spec().as_dict().items()}
     return Cluster(jobs, Task(resolver.task_type or "chief", resolver.task_id or 0))
-
-
-def _resolver(jobs: dict[str, list[str]], task_type: str | None) -> tf.distribute.cluster_resolver.ClusterResolver:
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs), task_type=task_type, task_id=0 if task_type else None, rpc_layer="grpc"
-    )
 
 
 def check_sizes(num_workers: int, num_ps: int) -> None:
@@ -298,11 +287,9 @@ def _register_failure(replacements: Replacements, ended: Process) -> str:
 def _has_ended(pid: int | None) -> bool:
     """Returns True if a process is gone, or dead and not reaped yet. False on systems without /proc."""
     try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stalls.run_state(pathlib.Path(f"/proc/{pid}")) in "ZX"
     except OSError:
         return pathlib.Path("/proc/self/stat").exists()
-    # The name in parentheses may itself hold spaces and parentheses.
-    return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
 def _task(name: str) -> Task:

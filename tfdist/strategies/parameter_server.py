@@ -256,7 +256,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         del coordinator_name
-        cluster_spec = self._serving.renamed_resolver(coordinator.CHIEF_JOB).cluster_spec()
+        cluster_spec = self._serving.cluster_spec(coordinator.CHIEF_JOB)
         self._num_workers, self._num_ps = cluster_spec.num_tasks("worker"), cluster_spec.num_tasks("ps")
         coordinator.connect(cluster_spec)
 
