@@ -79,7 +79,7 @@ class Mpi:
         self._abandoned: list[Any] = []
 
     def sum(self, array: np.ndarray, in_place: bool = False) -> np.ndarray:
-        """Returns the sum of the workers' 1-D arrays, which have one size and dtype; in place, or in a new array.
+        """Returns the sum of the workers' 1-D arrays, of one size and dtype, without gaps; in place, or in a new array.
 
         Small and read-only arrays are never summed in place.
 
@@ -144,7 +144,7 @@ class Mpi:
           ConnectionError, RuntimeError: see `sum`.
         """
         with self._lock:
-            return self._noting_failure(lambda: self._gather(np.ascontiguousarray(message)), message)
+            return self._noting_failure(lambda: self._gather(message), message)
 
     def _gather(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self._count += 1
@@ -169,7 +169,6 @@ class Mpi:
             self._check_mark(marked[-1], mark, here)
             return marked[:-1]
         self._meet(mark, here)
-        array = np.ascontiguousarray(array)
         total = array if in_place and array.flags.writeable else np.empty_like(array)
         self._sum_in_ring(array, total)
         return total
@@ -196,7 +195,8 @@ class Mpi:
             # Sends the block that was added up in the step before; in the first step, the worker's own.
             self._add_block((total if step else array)[sent], array[added], total[added])
         for step in range(size - 1):
-            self._pass_on(total[spans[(rank + 1 - step) % size]], total[spans[(rank - step) % size]])
+            sent, received = total[spans[(rank + 1 - step) % size]], total[spans[(rank - step) % size]]
+            self._wait([self._comm.Irecv(received, self._before, _TAG), self._comm.Isend(sent, self._after, _TAG)])
 
     def _add_block(self, sent: np.ndarray, own: np.ndarray, total: np.ndarray) -> None:
         """Sends a block to the next worker; the sum of the one of the worker before and `own` goes to `total`."""
@@ -217,9 +217,6 @@ class Mpi:
     def _exchange(self, out: Sequence[np.ndarray], into: Sequence[slice], place: np.ndarray) -> list[Any]:
         received = [self._comm.Irecv(place[: span.stop - span.start], self._before, _TAG) for span in into]
         return [*received, *(self._comm.Isend(segment, self._after, _TAG) for segment in out)]
-
-    def _pass_on(self, sent: np.ndarray, received: np.ndarray) -> None:
-        self._wait([self._comm.Irecv(received, self._before, _TAG), self._comm.Isend(sent, self._after, _TAG)])
 
     def _places_for(self, dtype: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
         if dtype not in self._segments:
