@@ -105,7 +105,7 @@ UNBOUNDED = {
     "launchers/ssh/launcher.py:check_hosts": "each probe has a timeout",
     "launchers/ssh/task.py:_run": "the task has ended; its last output is drained in a bounded time",
     "resume/checkpoint.py:CheckpointDirectory.release": "the thread has been told to end",
-    "serving/task.py:_serve": "the process ends with its parent",
+    "serving/task.py:serve": "the process ends with its parent",
     "step/logs.py:MetricResults.after": "a metric's value, no future",
 }
 

@@ -146,6 +146,23 @@ _CHIEF_ENDED_SECS = 0.5
 _MARKS = pathlib.Path("/tmp")
 
 
+@contextlib.contextmanager
+def _without_traceback_of_interrupt() -> Iterator[None]:
+    """Lets Ctrl-C end the process as ever, by SIGINT, but without a traceback: it shows no line that the user wrote."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            if not issubclass(kind, KeyboardInterrupt):
+                before(kind, error, traceback)
+
+        sys.excepthook = hook
+        raise
+
+
+@_without_traceback_of_interrupt()
 def serve(cluster: Cluster, start_timeout_secs: float = 300.0, num_cpus: int = 1) -> int:
     """Serves this process' task until the chief is done.
 
@@ -157,11 +174,6 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0, num_cpus: int = 1
     Returns:
       The exit code: 0 if the chief is done, 75 if it was lost, 1 if it never started or the port is in use.
     """
-    with _without_traceback_of_interrupt():
-        return _serve(cluster, start_timeout_secs, num_cpus)
-
-
-def _serve(cluster: Cluster, start_timeout_secs: float, num_cpus: int) -> int:
     _machine.keep_freed_memory(few_arenas=True)
     mark = done_mark(cluster, cluster.task)
     if "chief" in cluster.jobs:
@@ -185,22 +197,6 @@ def _serve(cluster: Cluster, start_timeout_secs: float, num_cpus: int) -> int:
         if is_ours(mark.parent):
             shutil.rmtree(mark.parent, ignore_errors=True)
         del server
-
-
-@contextlib.contextmanager
-def _without_traceback_of_interrupt() -> Iterator[None]:
-    """Lets Ctrl-C end the process as ever, by SIGINT, but without a traceback: it shows no line that the user wrote."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        before = sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-            if not issubclass(kind, KeyboardInterrupt):
-                before(kind, error, traceback)
-
-        sys.excepthook = hook
-        raise
 
 
 def _start_server(cluster: Cluster, num_cpus: int) -> Any:
