@@ -13,11 +13,10 @@
                         saves                        --->  step-0000000147/
                         ends the process with code 75, after which launchers start it again
 
-Modules: `checkpoint` reads and writes the directory, without knowing models. `contents` collects and assigns a
-model's variables. `position` saves and restores the position of `fit` in its data, by way of
-`compat.keras.fit`. `preemption` handles the signal and the messages between workers about it. `callback` is the
-public callback, which combines the others. Strategies provide the rest: the state of their policies, and data sets
-that begin in the middle (`tfdist.passes.progress`).
+Modules: `checkpoint` reads and writes the directory, collects and assigns a model's variables, and saves and restores
+the position of `fit` in its data, by way of `compat.keras.fit`. `preemption` handles the signal and the messages
+between workers about it. `callback` is the public callback, which combines the others. Strategies provide the rest:
+the state of their policies, and data sets that begin in the middle (`tfdist.passes.progress`).
 """
 
 from tfdist.compat import versions

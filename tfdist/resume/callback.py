@@ -19,15 +19,6 @@ from tfdist.compat.keras import calls, fit, saving
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.slurm import exits as slurm_exits
 from tfdist.resume import checkpoint, preemption
-from tfdist.resume.checkpoint import (
-    Checkpoint,
-    CheckpointDirectory,
-    DataPosition,
-    Place,
-    check_same,
-    is_fitting,
-    put_last,
-)
 
 # Numbers the calls of `fit` in this program; all workers make these calls in the same order.
 _NUMBERS = itertools.count()
@@ -86,11 +77,11 @@ class Resume(keras.callbacks.Callback):
         # Also of models of no strategy.
         calls.follow()
         self._save_freq = save_freq
-        self._checkpoints = CheckpointDirectory(path, max_to_keep, _log.say)
+        self._checkpoints = checkpoint.CheckpointDirectory(path, max_to_keep, _log.say)
         self._path = path
-        self._signals = preemption.Signals(signals, lambda: is_fitting(self.model, self))
+        self._signals = preemption.Signals(signals, lambda: checkpoint.is_fitting(self.model, self))
         self._others = preemption.Alone()
-        self._position: DataPosition | None = None
+        self._position: checkpoint.DataPosition | None = None
         self._step = self._saved_step = 0
         self._epoch = self._epoch_step = 0
         # Restored values of the metrics in the resumed epoch, until Keras has reset the metrics.
@@ -116,8 +107,8 @@ class Resume(keras.callbacks.Callback):
         self._metrics = self._remembered = None
         self._step = self._epoch = self._epoch_step = 0
         # Changes by other callbacks at the end of an epoch, such as of the learning rate, belong into the checkpoint.
-        put_last(self.model, self)
-        self._position = DataPosition(self.model)
+        checkpoint.put_last(self.model, self)
+        self._position = checkpoint.DataPosition(self.model)
         found = self._take_newest()
         self._saved_step = self._step
         if self._signals.install():
@@ -222,7 +213,7 @@ class Resume(keras.callbacks.Callback):
             "keras": keras.__version__,
         }
         with saving.announced_save(self.model.distribute_strategy, self._path):
-            self._checkpoints.save(Checkpoint(self._step, state, tuple(arrays)))
+            self._checkpoints.save(checkpoint.Checkpoint(self._step, state, tuple(arrays)))
 
     def _leave(self) -> None:
         """Saves, and ends the program."""
@@ -249,7 +240,7 @@ class Resume(keras.callbacks.Callback):
     def _take_newest(self) -> bool:
         """Restores the newest checkpoint; returns False if there is none."""
         agreement = self._agreement()
-        newest: Checkpoint | None = None
+        newest: checkpoint.Checkpoint | None = None
 
         def read() -> dict[str, Any] | None:
             nonlocal newest
@@ -266,14 +257,14 @@ class Resume(keras.callbacks.Callback):
         state = found["state"]
         checkpoint.build_variables(self.model, state["optimizers"], self._expect_position().element_spec)
         variables, metrics = checkpoint.variables_of(self.model), checkpoint.metrics_of(self.model)
-        check_same(state["variables"], checkpoint.describe_variables(variables), self._path)
+        checkpoint.check_same(state["variables"], checkpoint.describe_variables(variables), self._path)
         arrays = newest.arrays if newest else ()
         checkpoint.assign(self.model, variables, arrays[: len(variables)], agreement)
         num_others = len(variables) + len(state["metrics"])
         saved_state = checkpoint.saved_state_of(self.model)
         for name in saved_state.distribute_state(self.model, state.get("workers"), arrays[num_others:]):
             self._announce(f"the checkpoint has state of {name}, which this strategy is without; it is left out")
-        place = Place(**state["place"])
+        place = checkpoint.Place(**state["place"])
         if state["ended"] is not None and state["ended"] >= self.params["epochs"]:
             place = dataclasses.replace(place, epoch=self.params["epochs"], step=0)
         if place.step:
@@ -282,7 +273,7 @@ class Resume(keras.callbacks.Callback):
             if [kind for _, *kind in state["metrics"]] != [kind for _, *kind in checkpoint.describe_variables(metrics)]:
                 self._metrics = None
                 self._announce("the metrics of this epoch count from here on: before its first step there are none")
-        checkpoint.saved_state_of(self.model).restore(state["policies"], bool(place.step))
+        saved_state.restore(state["policies"], bool(place.step))
         self._remembered = state.get("callbacks", {}), state["ended"] is not None
         self._expect_position().go_to(place)
         self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
@@ -320,7 +311,7 @@ class Resume(keras.callbacks.Callback):
         if agreement is None or agreement.is_chief:
             _log.say(line)
 
-    def _expect_position(self) -> DataPosition:
+    def _expect_position(self) -> checkpoint.DataPosition:
         if self._position is None:
             raise RuntimeError("Resume: on_train_begin was not called")
         return self._position

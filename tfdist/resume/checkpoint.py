@@ -3,7 +3,7 @@
 
 A checkpoint is a folder `step-<number>` with `variables.npz` and `state.json`, which describes the variables. It is
 written under another name, flushed to disk, and renamed. So the newest complete checkpoint survives a crash at any
-time. No TensorFlow import.
+time.
 """
 
 from __future__ import annotations
