@@ -31,7 +31,6 @@ def slow() -> Iterator[None]:
         if replica == NUM_WORKERS - 1:
             time.sleep(0.05)
 
-    delay_hook.clear()
     delay_hook.set_hook(delay)
     yield
     delay_hook.uninstall(delay)

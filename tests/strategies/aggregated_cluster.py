@@ -82,7 +82,6 @@ class Straggler:
 def straggler() -> Iterator[Straggler]:
     """The last worker."""
     made = Straggler(NUM_WORKERS - 1)
-    delay_hook.clear()
     delay_hook.set_hook(made)
     yield made
     made.release()

@@ -17,7 +17,7 @@ from parameter_server_cluster import X, Y
 from training import Logs
 
 import tfdist
-from tfdist.coordination import delay_hook, round_runner
+from tfdist.coordination import round_runner
 from tfdist.engines import rounds
 
 LAST = NUM_WORKERS - 1
@@ -94,7 +94,6 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
 def test_the_own_policy_of_the_page_shares_updates_fairly(with_policies: Callable[..., Any]) -> None:
     strategy = with_policies(made.own_policy(spares=1, lead=2))
     model = compiled(strategy)
-    delay_hook.clear()
     with tfdist.testing.Delays({f"worker:{LAST}": tfdist.testing.constant(0.1)}):
         fit(model, epochs=2)
     assert int(model.optimizer.iterations.numpy()) == 24

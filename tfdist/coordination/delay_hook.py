@@ -57,13 +57,6 @@ def uninstall(hook: Hook) -> None:
             installed = no_delay
 
 
-def clear() -> None:
-    """Removes the hook, whichever it is; the environment variable is not read any more."""
-    global installed
-    with _lock:
-        installed = no_delay
-
-
 def no_delay(replica: int, attempt: int) -> None:
     """The hook that does nothing; who sees that it is installed need not call it."""
 
