@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from tfdist import _forks, _sockets
 from tfdist.coordination import keepalive, quorum_server
-from tfdist.coordination import quorum_server as wire
 from tfdist.coordination.quorum_server import Act, Doing, Kind, ProtocolError, Verdict, WorkerReport
 
 _CONNECT_SECS = 30.0
@@ -214,12 +213,12 @@ class QuorumClient:
         hint = "; TFDIST_JOB_SECRET must be the same for all workers"
         refused = f"{self._server} does not accept {self._names[self._worker]}"
         try:
-            server_nonce = wire.read_greeting(self._receive(connection) or self._cut_off(refused))
-            connection.sendall(wire.claim(secret, self._worker, server_nonce, nonce))
+            server_nonce = quorum_server.read_greeting(self._receive(connection) or self._cut_off(refused))
+            connection.sendall(quorum_server.claim(secret, self._worker, server_nonce, nonce))
             answer = self._receive(connection) or self._cut_off(refused + hint)
-            if answer == wire.REFUSAL:
+            if answer == quorum_server.REFUSAL:
                 raise ConnectionError(refused + hint)
-            wire.check_answer(answer, secret, self._worker, server_nonce, nonce)
+            quorum_server.check_answer(answer, secret, self._worker, server_nonce, nonce)
         except ProtocolError as error:
             raise ConnectionError(f"{self._server} {error}{hint}") from None
 

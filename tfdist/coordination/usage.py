@@ -56,12 +56,10 @@ class SocketBytes:
                 current = now.get(inode)
                 # An inode may be used again, by a socket that begins at 0.
                 if current is None or current.sent < last.sent or current.received < last.received:
-                    self._closed = _plus(self._closed, last)
+                    self._closed = Bytes(self._closed.sent + last.sent, self._closed.received + last.received)
             self._last = now
-            total = self._closed
-            for each in now.values():
-                total = _plus(total, each)
-            return Bytes(total.sent - self._before.sent, total.received - self._before.received)
+            sent, received = map(sum, zip(self._closed, *now.values(), strict=True))
+            return Bytes(sent - self._before.sent, received - self._before.received)
 
 
 def by_socket() -> dict[str, Bytes]:
@@ -86,10 +84,6 @@ def by_socket() -> dict[str, Bytes]:
             sent = struct.unpack_from("Q", information, _SENT if len(information) >= _SIZE else _ACKED)[0]
             found[link] = Bytes(sent, struct.unpack_from("Q", information, _RECEIVED)[0])
     return found
-
-
-def _plus(first: Bytes, second: Bytes) -> Bytes:
-    return Bytes(first.sent + second.sent, first.received + second.received)
 
 
 # Request to a server process for its counters.
