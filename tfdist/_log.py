@@ -26,7 +26,7 @@ def say(*lines: str, write: Callable[[str], object] | None = None) -> None:
       lines: without `PREFIX`.
       write: writes the lines where the program has no handler; to standard error by default.
     """
-    if _logger.handlers or (_logger.propagate and _has_own_handler(logging.root)):
+    if _logger.handlers or (_logger.propagate and not all(map(_is_of_absl, logging.root.handlers))):
         for line in lines:
             _logger.warning("%s", line, stacklevel=2)
     elif _logger.isEnabledFor(logging.WARNING):
@@ -50,10 +50,6 @@ def _write(text: str) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
-
-
-def _has_own_handler(logger: logging.Logger) -> bool:
-    return not all(_is_of_absl(handler) for handler in logger.handlers)
 
 
 def _is_of_absl(handler: logging.Handler) -> bool:
