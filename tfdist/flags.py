@@ -31,7 +31,7 @@ from typing import Any
 from absl import flags
 
 import tfdist
-from tfdist.cluster import Cluster, ClusterError, Task
+from tfdist.cluster import Cluster, ClusterError
 from tfdist.policies.base import Policy
 
 _STRATEGIES = ("auto", "mirrored", "multi_worker", "parameter_server", "tpu")
@@ -217,13 +217,12 @@ def parse_cluster(text: str, task: str) -> Cluster:
         raise ClusterError(f"--tfdist_task is no task; write worker:1. Received: {task!r}")
     try:
         # Parsed as a TF_CONFIG, which also detects duplicate keys and other errors that JSON accepts.
-        checked = Cluster.from_tf_config(
+        return Cluster.from_tf_config(
             f'{{"cluster": {text}, "task": {json.dumps({"type": job, "index": int(index)})}}}'
         )
     except ClusterError as error:
         problem = str(error).removeprefix("TF_CONFIG: ")
         raise ClusterError(f"--tfdist_cluster, --tfdist_task: {problem}") from None
-    return checked.with_task(Task(job, int(index)))
 
 
 def _suitable(cluster: Cluster | None) -> str:
