@@ -30,8 +30,8 @@ BUILD = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_
 
 
 @pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_is_checked", False)
+def unchecked() -> None:
+    versions.check.cache_clear()
 
 
 @pytest.mark.parametrize("module", versions.all_needs())

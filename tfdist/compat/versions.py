@@ -26,21 +26,16 @@ from typing import Any
 # As setup.py has them; a test compares.
 ADMITTED = {"tensorflow": ">=2.20,<2.22", "keras": ">=3.15,<3.17"}
 
-_is_checked = False
 
-
+@functools.cache
 def check() -> None:
     """Does nothing from the second time on.
 
     Raises:
       RuntimeError: the installed versions lack a name.
     """
-    global _is_checked
-    if _is_checked:
-        return
-    missing = [
-        need for need in dict.fromkeys(each for needs in all_needs().values() for each in needs) if not has(need)
-    ]
+    needs = dict.fromkeys(need for of_module in all_needs().values() for need in of_module)
+    missing = [need for need in needs if not has(need)]
     if missing:
         admitted = ", ".join(name + bounds for name, bounds in ADMITTED.items())
         received = ", ".join(f"{name} {_version(name)}" for name in ADMITTED)
@@ -48,7 +43,6 @@ def check() -> None:
             f"tfdist needs what the installed TensorFlow or Keras does not have: {', '.join(missing)}; install other "
             f"versions ({admitted}) or a newer tfdist. Received: {received}"
         )
-    _is_checked = True
 
 
 @functools.cache
