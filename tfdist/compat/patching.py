@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,18 @@ def put(target: Any, name: str, value: Any) -> None:
         object.__setattr__(target, name, value)
     except TypeError:  # an object of C++ code, such as a graph
         setattr(target, name, value)
+
+
+def put_method(target: Any, name: str, function: Callable[..., Any], *given: Any) -> None:
+    """Gives this one object a method, which calls `function(target, *given, ...)`.
+
+    The object is referred to weakly: in a circle with its own method it would live until Python collects garbage.
+    """
+    put(target, name, functools.partial(_call_method, weakref.ref(target), function, *given))
+
+
+def _call_method(target: Callable[[], Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(target(), *args, **kwargs)
 
 
 def remove(target: Any, name: str) -> None:

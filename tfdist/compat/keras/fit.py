@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import pathlib
@@ -45,17 +44,16 @@ def show_missing(call: calls.Call | None, missing: int) -> None:
     """Makes the progress bar end this epoch of a call that many batches before its target; Keras shows all as done."""
     for logger in () if call is None else call.each_callback:
         if isinstance(logger, keras.callbacks.ProgbarLogger) and logger.target:
-            patching.put(logger, "on_epoch_end", functools.partial(_ending_short, weakref.ref(logger), missing))
+            patching.put_method(logger, "on_epoch_end", _ending_short, missing)
 
 
-def _ending_short(logger: Callable[[], Any], missing: int, epoch: int, logs: Any = None) -> None:
-    self = logger()
-    patching.remove(self, "on_epoch_end")
-    target, self.target = self.target, max(0, self.target - missing)
+def _ending_short(logger: Any, missing: int, epoch: int, logs: Any = None) -> None:
+    patching.remove(logger, "on_epoch_end")
+    target, logger.target = logger.target, max(0, logger.target - missing)
     try:
-        self.on_epoch_end(epoch, logs)
+        logger.on_epoch_end(epoch, logs)
     finally:
-        self.target = target
+        logger.target = target
 
 
 def data_of(iterator: Any) -> Any:

@@ -54,11 +54,11 @@ def leave_building_to_strategy(model: keras.Model) -> None:
     It is called with the model, the distributed data set of the call or a batch, and the name of the step.
     """
     if patching.get(model, _BUILD) is None:
-        patching.put(model, _BUILD, functools.partial(_build_by_strategy, weakref.ref(model)))
+        patching.put_method(model, _BUILD, _build_by_strategy)
 
 
-def _build_by_strategy(model_of: Callable[[], Any], iterator: Any = None, data_batch: Any = None) -> None:
-    model, call = model_of(), calls.current()
+def _build_by_strategy(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    call = calls.current()
     step = "test_step" if call is not None and call.kind in ("evaluate", "test_on_batch") else "train_step"
     model.distribute_strategy.build_model(model, data_batch if iterator is None else fit.data_of(iterator), step)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -150,9 +148,8 @@ def _noting(original: Any) -> Any:
         with _made(ShardInitial(initializer, variable.shape, variable._dtype, variable.path)):
             original(variable, initializer)
         if _has_shards(variables.tf_variable(variable)):
-            for name, method in _METHODS.items():
-                # The shards are freed with the variable: a reference in a circle would keep them.
-                patching.put(variable, name, functools.partial(method, weakref.ref(variable)))
+            patching.put_method(variable, "assign", _assign)
+            patching.put_method(variable, "_export_to_saved_model_graph", _export)
 
     return initialize
 
@@ -429,8 +426,7 @@ def _on_disk(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
     return wrap
 
 
-def _assign(variable_of: Callable[[], Any], value: Any) -> Any:
-    variable = variable_of()
+def _assign(variable: Any, value: Any) -> Any:
     if not isinstance(value, StoredArray) or tuple(variable.shape) != value.shape:
         return type(variable).assign(variable, np.array(value) if isinstance(value, StoredArray) else value)
     rows = variables.tf_variable(variable)
@@ -439,30 +435,25 @@ def _assign(variable_of: Callable[[], Any], value: Any) -> Any:
     return value
 
 
-def _export(variable_of: Callable[[], Any], object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> Any:
+def _export(variable: Any, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> Any:
     # Keras (3.15) maps each of its variables to a second one of the exported graph, with the same value. It also tracks
     # the `tf.Variable`s that the endpoints read. It does not find variables in shards. So a session, such as TensorFlow
     # Serving's, would restore the second alone, and look rows up in a variable without a value.
-    variable = variable_of()
     stored = variables.tf_variable(variable)
     resources = stored._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
     object_map[variable] = object_map[stored]
     return resources
 
 
-# Of a Keras variable in shards.
-_METHODS = {"assign": _assign, "_export_to_saved_model_graph": _export}
-
-
 def _save_slots_in_blocks(model: Any) -> None:
     for optimizer in optimizers.parts_of(model.optimizer) if getattr(model, "optimizer", None) else ():
         if any(_has_shards(variables.tf_variable(variable)) for variable in optimizer.variables):
-            patching.put(optimizer, "save_own_variables", functools.partial(_save_slots, weakref.ref(optimizer)))
+            patching.put_method(optimizer, "save_own_variables", _save_slots)
 
 
-def _save_slots(optimizer_of: Callable[[], Any], store: Any) -> None:
+def _save_slots(optimizer: Any, store: Any) -> None:
     # As Keras does, but without an array of each.
-    for index, variable in enumerate(optimizer_of().variables):
+    for index, variable in enumerate(optimizer.variables):
         store[str(index)] = variable
 
 

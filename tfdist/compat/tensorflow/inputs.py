@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -239,30 +238,28 @@ def _reading(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         for of_worker in self._iterators:
             for name in ("get_next_as_list", "get_next_as_optional_list"):
-                patching.put(of_worker, name, functools.partial(_noted, weakref.ref(of_worker), name, self._strategy))
+                patching.put_method(of_worker, name, _noted, name, self._strategy)
             of_devices = of_worker._iterator
             if isinstance(of_devices, multi_device_iterator_ops.OwnedMultiDeviceIterator):
-                patching.put(of_devices, "get_next", functools.partial(_in_order, weakref.ref(of_devices)))
+                patching.put_method(of_devices, "get_next", _in_order)
 
     return init
 
 
-def _noted(iterator: Callable[[], Any], name: str, strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    # The references are weak, since one in a circle would keep the iterator until Python collects garbage.
-    read = lambda: getattr(type(iterator()), name)(iterator(), *args, **kwargs)  # noqa: E731
+def _noted(iterator: Any, name: str, strategy: Any, *args: Any, **kwargs: Any) -> Any:
+    read = functools.partial(getattr(type(iterator), name), iterator, *args, **kwargs)
     note_read = getattr(strategy, "note_read", None)
     return read() if note_read is None else note_read(read)
 
 
-def _in_order(iterator: Callable[[], Any], device: Any = None) -> Any:
-    self = iterator()
+def _in_order(iterator: Any, device: Any = None) -> Any:
     if device is not None:
-        return type(self).get_next(self, device)
+        return type(iterator).get_next(iterator, device)
     found: list[Any] = []
-    for each in self._devices:
+    for each in iterator._devices:
         before = [leaf for leaf in tf.nest.flatten(found[-1:], expand_composites=True) if tf.is_tensor(leaf)]
         with tf.device(each), tf.control_dependencies(before):
-            found.append(type(self).get_next(self, each))
+            found.append(type(iterator).get_next(iterator, each))
     return found
 
 
@@ -357,27 +354,21 @@ def _explaining(kind: Any) -> type:
     def iterate(self: Any) -> Any:
         iterator = kind.__iter__(self)
         if tf.executing_eagerly():
-            iterator.get_next = _first_of(iterator, self._tfdist_explain)
+            patching.put_method(iterator, "get_next", _first_of, self._tfdist_explain)
         return iterator
 
     return type(kind.__name__, (kind,), {"__iter__": iterate, "__doc__": kind.__doc__})
 
 
-def _first_of(iterator: Any, explain: Explain) -> Callable[..., Any]:
-    # A reference in a circle would keep the iterator, and its threads, until Python collects garbage.
-    iterator_of: Any = weakref.ref(iterator)
-
-    def get_next(*args: Any, **kwargs: Any) -> Any:
-        del iterator_of().get_next
-        try:
-            return iterator_of().get_next(*args, **kwargs)
-        except tf.errors.InvalidArgumentError as error:
-            explanation = explain(error)
-            if explanation is None:
-                raise
-        raise explanation
-
-    return get_next
+def _first_of(iterator: Any, explain: Explain, *args: Any, **kwargs: Any) -> Any:
+    patching.remove(iterator, "get_next")
+    try:
+        return iterator.get_next(*args, **kwargs)
+    except tf.errors.InvalidArgumentError as error:
+        explanation = explain(error)
+        if explanation is None:
+            raise
+    raise explanation
 
 
 # Lets `train_on_batch`, `test_on_batch` and `predict_on_batch` count each example of their batch once.
