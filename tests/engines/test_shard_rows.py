@@ -15,7 +15,7 @@ from tensorflow.python.distribute import sharded_variable
 from tfdist.compat.keras import sharding
 from tfdist.step.contribution import ReplicaContribution, add_up, times
 from tfdist.tables import partitioned_variable
-from tfdist.tables.partitioned_variable import RowPieces, has_shards, partition
+from tfdist.tables.partitioned_variable import RowPieces, partition
 
 pytestmark = pytest.mark.devices
 
@@ -136,7 +136,7 @@ def test_an_id_out_of_range_is_named_with_its_table(wrong: list[int]) -> None:
 def test_a_keras_variable_looks_up_its_rows() -> None:
     table, one = made()
     variable = keras.Variable(VALUE.astype("float32"))
-    sharding.look_up_in_shards(has_shards)
+    sharding.look_up_in_shards()
     assert not hasattr(variable, "sparse_read")
     variable._value = table
     take = tf.function(keras.ops.take, autograph=False)

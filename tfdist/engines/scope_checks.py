@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.compat.keras.scope import check_made_in_scope
+from tfdist.compat.keras.sharding import in_shards
 from tfdist.compat.tensorflow import variables
 from tfdist.step import scope
 from tfdist.step.step import Step
@@ -27,7 +28,7 @@ def check_scope(strategy: tf.distribute.Strategy, step: Step) -> None:
     check_made_in_scope(strategy, (*model.variables, *model.metrics_variables))
 
 
-def check_shards(step: Step, has_shards: Callable[[Any], bool]) -> None:
+def check_shards(step: Step) -> None:
     """Refuses to train variables in shards untraced, where their gradients would be lost.
 
     Raises:
@@ -36,7 +37,7 @@ def check_shards(step: Step, has_shards: Callable[[Any], bool]) -> None:
     if step.kind != "train":
         return
     for variable in step.model.trainable_variables:
-        if has_shards(variables.tf_variable(variable)):
+        if in_shards(variable) is not None:
             raise ValueError(
                 "run_eagerly=True can't train variables in shards, such as variable_partitioner has made of "
                 f"{variable.path!r}. Compile with run_eagerly=False, or build the strategy without it. "

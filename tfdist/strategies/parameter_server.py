@@ -53,7 +53,7 @@ from tfdist.strategies import _common, _devices
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.tables import partitioned_variable, sharded_tables
 from tfdist.tables.coordinated_variable import coordinate
-from tfdist.tables.partitioned_variable import PartitionedVariable, has_shards, partition
+from tfdist.tables.partitioned_variable import PartitionedVariable, partition
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
 
@@ -246,8 +246,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         self._has_partitioner = variable_partitioner is not None
         if variable_partitioner is not None:
             sharding.note_initializers()
-            sharding.look_up_in_shards(has_shards)
-            sharding.save_in_shards(has_shards)
+            sharding.look_up_in_shards()
+            sharding.save_in_shards()
             sharding.restore_in_slices()
         if variable_partitioner is not None or is_lazy:
             sharding.replace_update(
@@ -386,7 +386,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         step = Step(fn)
         self._check_step(step)
         if step.runs_eagerly and tf.executing_eagerly():
-            scope_checks.check_shards(step, has_shards)
+            scope_checks.check_shards(step)
             return self._engine.run_on_chief(step, args, kwargs)
         if step.kind == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
             return args[0].engine.run(step, args[0])

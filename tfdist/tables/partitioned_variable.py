@@ -46,7 +46,7 @@ from tfdist.tables.coordinated_variable import CoordinatedVariable, ShardRows, p
 VARIABLE_VALUE = "VARIABLE_VALUE"
 
 
-class PartitionedVariable(CoordinatedVariable):
+class PartitionedVariable(CoordinatedVariable, sharding.InShards):
     """Several shards with the interface of one variable.
 
     Args:
@@ -392,11 +392,6 @@ def _outermost_graph() -> Any:
     while isinstance(outer := getattr(graph, "outer_graph", None), tf.Graph) and outer.building_function:
         graph = outer
     return graph
-
-
-def has_shards(variable: Any) -> bool:
-    """Returns True for a `PartitionedVariable`."""
-    return isinstance(variable, PartitionedVariable)
 
 
 def partition(variable: Any, barrier: Callable[..., None], path: str = "") -> Any:

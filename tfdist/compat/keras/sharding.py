@@ -8,7 +8,7 @@ import contextvars
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -66,6 +66,16 @@ _PHILOX = 1
 # Shards above this size are drawn in parts.
 LARGE_BYTES = 64 << 20
 _lock = threading.RLock()
+
+
+class InShards:
+    """Base class of TensorFlow variables in shards, with `read_rows(first, last)` and `write_rows(first, rows)`."""
+
+
+def in_shards(variable: Any) -> Any:
+    """The TensorFlow variable of a Keras variable in shards; None for anything else."""
+    found = variables.tf_variable(variable) if isinstance(variable, keras.Variable) else None
+    return found if isinstance(found, InShards) else None
 
 
 # A variable may be made in a thread of its own (`graphs`).
@@ -147,19 +157,11 @@ def _noting(original: Any) -> Any:
     def initialize(variable: Any, initializer: Any) -> None:
         with _made(ShardInitial(initializer, variable.shape, variable._dtype, variable.path)):
             original(variable, initializer)
-        if _has_shards(variables.tf_variable(variable)):
+        if in_shards(variable) is not None:
             patching.put_method(variable, "assign", _assign)
             patching.put_method(variable, "_export_to_saved_model_graph", _export)
 
     return initialize
-
-
-def _no_shards(variable: Any) -> bool:
-    del variable
-    return False
-
-
-_has_shards: Callable[[Any], bool] = _no_shards
 
 
 @contextlib.contextmanager
@@ -267,35 +269,28 @@ def _is_elementwise(optimizer: Any) -> bool:
 # written. Both changes are permanent, and ones of variables in shards alone.
 
 
-def look_up_in_shards(has_shards: Callable[[Any], bool]) -> None:
-    """Gives Keras variables `sparse_read`, and has `keras.ops.take` call it.
-
-    Args:
-      has_shards: returns True for the TensorFlow variables whose rows are to be looked up.
-    """
-
-    def sparse_read(variable: Any) -> Callable[..., Any]:
-        found = variables.tf_variable(variable)
-        if not has_shards(found):
-            raise AttributeError("sparse_read")
-        return found.sparse_read
-
-    keras.Variable.sparse_read = property(sparse_read)
-    patching.once(backend.numpy, "take", _looking_up(has_shards))
+def look_up_in_shards() -> None:
+    """Gives Keras variables in shards `sparse_read`, and has `keras.ops.take` call it."""
+    keras.Variable.sparse_read = property(_sparse_read)
+    patching.once(backend.numpy, "take", _looking_up)
 
 
-def _looking_up(has_shards: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def take(x: Any, indices: Any, axis: int | None = None) -> Any:
-            table = variables.tf_variable(x) if isinstance(x, keras.Variable) else None
-            return _rows(table, indices) if axis == 0 and has_shards(table) else original(x, indices, axis)
-
-        return take
-
-    return wrap
+def _sparse_read(variable: Any) -> Callable[..., Any]:
+    table = in_shards(variable)
+    if table is None:
+        raise AttributeError("sparse_read")
+    return table.sparse_read
 
 
-def _rows(table: Any, indices: Any) -> Any:
+def _looking_up(original: Any) -> Any:
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        table = in_shards(x) if axis == 0 else None
+        return original(x, indices, axis) if table is None else _looked_up(table, indices)
+
+    return take
+
+
+def _looked_up(table: Any, indices: Any) -> Any:
     """Returns the result of Keras' `take` for the first axis: negative indices count from the end."""
     count = table.shape[0]
 
@@ -320,21 +315,6 @@ def _rows(table: Any, indices: Any) -> Any:
 # makes the file in memory where there seems to be enough. The files are the same as those of a model without shards: a
 # data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large array for
 # any other variable is read when it is assigned.
-
-
-class Rows(Protocol):
-    """A TensorFlow variable in shards."""
-
-    shape: Any
-    dtype: Any
-
-    def read_rows(self, first: int, last: int) -> np.ndarray:
-        """Returns rows first to last - 1."""
-        ...
-
-    def write_rows(self, first: int, rows: np.ndarray) -> None:
-        """Writes rows from `first` on."""
-        ...
 
 
 class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -366,39 +346,29 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._stored[rows]
 
 
-def save_in_shards(has_shards: Callable[[Any], bool]) -> None:
-    """Changes how Keras saves, loads and exports; `has_shards` returns True for TensorFlow variables in shards."""
-    global _has_shards
-    _has_shards = has_shards
-
-    def rows_of(variable: Any) -> Rows | None:
-        found = variables.tf_variable(variable) if isinstance(variable, keras.Variable) else None
-        return found if has_shards(found) else None
-
-    patching.once(saving_lib.H5IOStore, "__setitem__", _saving(rows_of))
+def save_in_shards() -> None:
+    """Changes how Keras saves and loads variables in shards."""
+    patching.once(saving_lib.H5IOStore, "__setitem__", _saving)
     patching.once(saving_lib.H5IOStore, "__getitem__", _reading)
-    patching.once(saving_lib, "is_memory_sufficient", _on_disk(rows_of))
+    patching.once(saving_lib, "is_memory_sufficient", _on_disk)
     saving.before_saves(_save_slots_in_blocks)
 
 
-def _saving(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def put(store: Any, key: str, value: Any) -> None:
-            rows = rows_of(value)
-            if rows is None or type(store) is not saving_lib.H5IOStore or rows.dtype.as_numpy_dtype not in _PLAIN:
-                return original(store, key, value)
-            # An empty array makes the group of the layer, as Keras does.
-            original(store, key, np.zeros([0], np.float32))
-            del store[key]
-            shape, dtype = tuple(rows.shape), rows.dtype.as_numpy_dtype
-            stored = store._h5_entry_group.create_dataset(key, shape=shape, dtype=dtype)
-            for first, last in row_blocks(shape, np.dtype(dtype).itemsize):
-                stored[first:last] = rows.read_rows(first, last)
-            return None
+def _saving(original: Any) -> Any:
+    def put(store: Any, key: str, value: Any) -> None:
+        rows = in_shards(value)
+        if rows is None or type(store) is not saving_lib.H5IOStore or rows.dtype.as_numpy_dtype not in _PLAIN:
+            return original(store, key, value)
+        # An empty array makes the group of the layer, as Keras does.
+        original(store, key, np.zeros([0], np.float32))
+        del store[key]
+        shape, dtype = tuple(rows.shape), rows.dtype.as_numpy_dtype
+        stored = store._h5_entry_group.create_dataset(key, shape=shape, dtype=dtype)
+        for first, last in row_blocks(shape, np.dtype(dtype).itemsize):
+            stored[first:last] = rows.read_rows(first, last)
+        return None
 
-        return put
-
-    return wrap
+    return put
 
 
 _PLAIN = (np.float16, np.float32, np.float64)
@@ -416,14 +386,11 @@ def _reading(original: Any) -> Any:
     return get
 
 
-def _on_disk(rows_of: Callable[[Any], Rows | None]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def is_memory_sufficient(model: Any) -> bool:
-            return all(rows_of(variable) is None for variable in model.variables) and original(model)
+def _on_disk(original: Any) -> Any:
+    def is_memory_sufficient(model: Any) -> bool:
+        return all(in_shards(variable) is None for variable in model.variables) and original(model)
 
-        return is_memory_sufficient
-
-    return wrap
+    return is_memory_sufficient
 
 
 def _assign(variable: Any, value: Any) -> Any:
@@ -447,7 +414,7 @@ def _export(variable: Any, object_map: Any, tensor_map: Any, options: Any, **kwa
 
 def _save_slots_in_blocks(model: Any) -> None:
     for optimizer in optimizers.parts_of(model.optimizer) if getattr(model, "optimizer", None) else ():
-        if any(_has_shards(variables.tf_variable(variable)) for variable in optimizer.variables):
+        if any(in_shards(variable) is not None for variable in optimizer.variables):
             patching.put_method(optimizer, "save_own_variables", _save_slots)
 
 
