@@ -73,13 +73,21 @@ class Listeners:
 _listeners = Listeners()
 
 
-class _Depth(threading.local):
-    """Number of scopes of the default strategy that this thread is in."""
+class _Thread(threading.local):
+    """What a thread does.
 
-    depth = 0
+    Attributes:
+      default_scopes: number of scopes of the default strategy that it is in.
+      making: Keras' iterator over epochs that it makes, or None.
+      outside: the last such iterator that it made in no call, weakly.
+    """
+
+    default_scopes = 0
+    making: Any = None
+    outside: Callable[[], Any] = staticmethod(lambda: None)
 
 
-_in_default = _Depth()
+_thread = _Thread()
 
 
 # The open calls of each thread, by its identity, the innermost one last.
@@ -146,7 +154,7 @@ class Call:
         None if nothing was chosen; the default strategy only if the model was made, or is called, in its scope.
         """
         strategy, default = self.model.distribute_strategy, replicas.default_strategy()
-        is_chosen = strategy is not default or self.model in _made_in_default or _in_default.depth > 0
+        is_chosen = strategy is not default or self.model in _made_in_default or _thread.default_scopes > 0
         return strategy if is_chosen else None
 
 
@@ -187,7 +195,7 @@ def predicting_model() -> Any:
 
 def epochs_being_made() -> Any:
     """Keras' iterator over epochs that is being made in this thread, and asks for its data; or None."""
-    return _making_epochs.iterator
+    return _thread.making
 
 
 def first_epoch_of(model: keras.Model) -> int | None:
@@ -198,15 +206,6 @@ def first_epoch_of(model: keras.Model) -> int | None:
 def begin_with_epoch(model: keras.Model, epoch: int | None) -> None:
     """Sets that epoch."""
     model._initial_epoch = epoch
-
-
-class _MakingEpochs(threading.local):
-    iterator: Any = None
-    # The last one that was made in no call, weakly.
-    outside: Callable[[], Any] = staticmethod(lambda: None)
-
-
-_making_epochs = _MakingEpochs()
 
 
 def follow() -> None:
@@ -234,15 +233,15 @@ def before_each(begin: Callable[[Call], None]) -> None:
 @contextlib.contextmanager
 def _entering(default: Any) -> Iterator[Any]:
     with type(default).scope(default) as strategy:
-        _in_default.depth += 1
+        _thread.default_scopes += 1
         try:
             yield strategy
         finally:
-            _in_default.depth -= 1
+            _thread.default_scopes -= 1
 
 
 def _note_making(layer: keras.Layer) -> None:
-    if _in_default.depth:
+    if _thread.default_scopes:
         _made_in_default.add(layer)
 
 
@@ -347,17 +346,17 @@ def _explained(strategy: Any, error: BaseException) -> BaseException:
 
 def _joining_epochs(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        call, outer = current(), _making_epochs.iterator
+        call, outer = current(), _thread.making
         # `fit` makes that of its validation, too.
         if call is not None and call.epochs is None:
             call.epochs = self
         if call is None:
-            _making_epochs.outside = weakref.ref(self)
-        _making_epochs.iterator = self
+            _thread.outside = weakref.ref(self)
+        _thread.making = self
         try:
             original(self, *args, **kwargs)
         finally:
-            _making_epochs.iterator = outer
+            _thread.making = outer
 
     return init
 
@@ -398,7 +397,7 @@ def _open_late(callbacks: Any, model: Any) -> None:
     `model.fit(x, y, callbacks=[Resume("checkpoints")])` looks up the method first. Such a call ends with
     `on_train_end`; if it raises, with its iterator over the epochs.
     """
-    epochs, _making_epochs.outside = _making_epochs.outside(), lambda: None
+    epochs, _thread.outside = _thread.outside(), lambda: None
     if model is None or epochs is None:
         return
     call = Call(model, "fit", callbacks=callbacks, epochs=weakref.ref(epochs))
