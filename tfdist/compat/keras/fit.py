@@ -120,12 +120,8 @@ class EpochIterator:
     @property
     def is_at_end_of_epoch(self) -> bool:
         """True if the last step is known to be the end of its epoch."""
-        length, taken = self._length, self._iterator._steps_seen
+        length, taken = _length(self._iterator), self._iterator._steps_seen
         return bool(length) and taken >= length and taken % length == 0
-
-    @property
-    def _length(self) -> int | None:
-        return self._iterator.steps_per_epoch or self._iterator._num_batches
 
     def replace_data(self, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
         """Replaces the function that gives the data of each new iterator by what `wrap` makes of it."""
@@ -144,36 +140,37 @@ class EpochIterator:
           batches: the batches that were taken for them, and before with `steps_per_epoch`.
           begin: called when the epoch begins, before its data are read.
         """
+        patching.put_method(self._iterator, "_enumerate_iterator", _rest_of_epoch, step, batches, begin)
 
-        def rest_of_epoch() -> Iterator[tuple[int, int, Any]]:
-            patching.remove(self._iterator, "_enumerate_iterator")
-            begin()
-            yield from self._rest_of_epoch(step, batches)
 
-        patching.put(self._iterator, "_enumerate_iterator", rest_of_epoch)
+def _length(epochs: Any) -> int | None:
+    """The number of steps of an epoch, if it is known."""
+    return epochs.steps_per_epoch or epochs._num_batches
 
-    def _rest_of_epoch(self, step: int, batches: int) -> Iterator[tuple[int, int, Any]]:
-        """Replaces Keras' `_enumerate_iterator` for one epoch, beginning at a step."""
-        epochs = self._iterator
-        epochs.data_adapter.on_epoch_begin()
-        iterator = iter(epochs._get_iterator())
-        length = self._length
-        epochs._steps_seen = batches
-        if length:
-            epochs._current_iterator = iterator
-        while not length or step < length:
-            if length and epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
-                if epochs.steps_per_epoch:
-                    # As Keras says it.
-                    warnings.warn(_INTERRUPTED, stacklevel=2)
-                break
-            epochs._steps_seen += epochs.steps_per_execution
-            yield step, step + epochs.steps_per_execution - 1, iterator
-            step += epochs.steps_per_execution
-        if epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
-            epochs._current_iterator = iter(epochs._get_iterator())
-            epochs._steps_seen = 0
-        epochs.data_adapter.on_epoch_end()
+
+def _rest_of_epoch(epochs: Any, step: int, batches: int, begin: Callable[[], None]) -> Iterator[tuple[int, int, Any]]:
+    """Replaces Keras' `_enumerate_iterator` for one epoch, beginning at a step; see `begin_within_epoch`."""
+    patching.remove(epochs, "_enumerate_iterator")
+    begin()
+    epochs.data_adapter.on_epoch_begin()
+    iterator = iter(epochs._get_iterator())
+    length = _length(epochs)
+    epochs._steps_seen = batches
+    if length:
+        epochs._current_iterator = iterator
+    while not length or step < length:
+        if length and epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
+            if epochs.steps_per_epoch:
+                # As Keras says it.
+                warnings.warn(_INTERRUPTED, stacklevel=2)
+            break
+        epochs._steps_seen += epochs.steps_per_execution
+        yield step, step + epochs.steps_per_execution - 1, iterator
+        step += epochs.steps_per_execution
+    if epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
+        epochs._current_iterator = iter(epochs._get_iterator())
+        epochs._steps_seen = 0
+    epochs.data_adapter.on_epoch_end()
 
 
 # Replaces how a running `fit` makes the logs of an epoch, when the epoch ends and before callbacks and validation.
