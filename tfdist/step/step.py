@@ -46,7 +46,7 @@ class Step:
         owner = getattr(inner, "__self__", None)
         self.function = function
         # Any: callers that use the model of a Keras step know that it has one.
-        self.model: Any = owner if models.is_trainer(owner) else None
+        self.model: Any = owner if isinstance(owner, calls.TRAINER) else None
         if self.model is not None:
             self.kind = _KINDS.get(inner.__name__, "other")
         else:

@@ -356,12 +356,8 @@ def update_weighing(
     found = weight(sample_weight is None and is_number)
     if not is_number:
         return update_state(values, sample_weight)
-    return update_weighed(update_state, values, found if sample_weight is None else sample_weight)
-
-
-def update_weighed(update_state: Callable[..., Any], values: Any, weight: Any) -> Any:
-    """Updates a metric by values with a weight; where that is 0, the values may be NaN, as a mean of no examples is."""
-    weight = tf.cast(weight, tf.float32)
+    weight = tf.cast(found if sample_weight is None else sample_weight, tf.float32)
+    # Where it is 0, the number may be NaN, as a mean of no examples is.
     values = tf.where(weight > 0, values, tf.zeros_like(values))
     return update_state(values, sample_weight=weight)
 
@@ -407,20 +403,6 @@ def losses_kept_by_replica(model: Any, step: Callable[..., Any]) -> Callable[...
         return step(*args, **kwargs)
 
     return on_replica
-
-
-# Keras' Trainer, the part of a model that has `fit`.
-#
-# A layer that is mixed with it trains like a `keras.Model` and is none. Keras exports no name for the class; it is one
-# of the bases of `keras.Model`.
-
-
-_BASES = tuple(base for base in keras.Model.__mro__ if {"fit", "compile"} <= vars(base).keys())
-
-
-def is_trainer(value: Any) -> bool:
-    """Returns True if `value` has Keras' `fit`: a `keras.Model`, or a layer that inherits from Keras' Trainer."""
-    return isinstance(value, (keras.Model, *_BASES))
 
 
 # Finds the method of a model that is decorated with `tf.function`.
