@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from tfdist.compat.keras import layers
 from tfdist.compat.tensorflow import graphs, replicas, variables
 
 NEEDS = (
+    "tensorflow.python.distribute.values:DistributedValues._devices",
     "tensorflow.python.pywrap_tfe:TFE_Py_RegisterGradientFunction",
     "tensorflow.python.eager.backprop:_gradient_function(op_name, attr_tuple, num_inputs, inputs, outputs, out_grads)",
 )
@@ -76,7 +78,8 @@ def creating(part: int | None) -> Iterator[None]:
         if parts is None or arguments.get("colocate_with") is not None:
             return next_creator(**arguments)
         if parts.hold_variables:
-            arguments["colocate_with"] = replicas.OnDevices(parts.devices_of(part))
+            # All that the strategy asks of the variable beside which it makes this one.
+            arguments["colocate_with"] = types.SimpleNamespace(_devices=parts.devices_of(part))
         variable = next_creator(**arguments)
         patching.put(variable, _PART, part)
         return variable
@@ -216,27 +219,20 @@ def _moved(leaf: Any, device: str) -> Any:
 # that no strategy with replicas of several devices computes.
 
 
-_is_installed = False
-
-
 def place_gradients() -> None:
     """Replaces the function, once in a process."""
-    global _is_installed
-    if _is_installed:
-        return
-    original: Any = backprop._gradient_function
+    patching.once(backprop, "_gradient_function", _placing)
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
 
+
+def _placing(original: Any) -> Any:
     def gradient(
         op_name: str, attributes: Any, num_inputs: int, inputs: Any, outputs: Any, out_grads: Any, *rest: Any
     ) -> Any:
-        device = _device_of_gradient([*(outputs or ()), *(inputs or ()), *(out_grads or ())])
-        if device is None:
-            return original(op_name, attributes, num_inputs, inputs, outputs, out_grads, *rest)
-        with tf.device(device):
+        with replicas.on_device(_device_of_gradient([*(outputs or ()), *(inputs or ()), *(out_grads or ())])):
             return original(op_name, attributes, num_inputs, inputs, outputs, out_grads, *rest)
 
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(gradient)
-    _is_installed = True
+    return gradient
 
 
 def _device_of_gradient(tensors: Iterable[Any]) -> str | None:

@@ -299,8 +299,7 @@ def allow_loops_without_run(strategy: tf.distribute.Strategy) -> None:
     """Makes loops without `run` train this strategy's models, unless it has other workers."""
     replicas.facts_of(strategy).trains_without_run = True
     optimizers.allow_cross_replica_updates()
-    base = next(each for each in keras.optimizers.Optimizer.__mro__ if "apply" in vars(each))
-    for owner in (base, keras.optimizers.LossScaleOptimizer):
+    for owner in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         patching.once(owner, "apply", _applying)
     patching.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
     patching.once(backprop, "_handle_or_self", _handle_or_self)
@@ -387,10 +386,6 @@ def _strategy_of_replica() -> Any:
     return strategy if is_replica else None
 
 
-def _is_on_replica_of(strategy: Any) -> bool:
-    return tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context()
-
-
 def _check_gradients(optimizer: Any, strategy: Any, grads: Sequence[Any]) -> None:
     """Raises RuntimeError for gradients by which the copies of a variable would be updated differently."""
     is_of_replicas = any(isinstance(grad, tf.types.experimental.distributed.PerReplica) for grad in grads)
@@ -409,7 +404,7 @@ def _scaling(original: Any) -> Any:
     def scale_loss(self: Any, loss: Any) -> Any:
         strategy = getattr(self, "_distribution_strategy", None)
         is_built = self.built or tf.executing_eagerly()
-        if not is_built and _is_allowed(strategy) and not _is_on_replica_of(strategy):
+        if not is_built and _is_allowed(strategy) and _strategy_of_replica() is not strategy:
             # Keras takes the initial scale, which would be a constant of the graph.
             raise RuntimeError(
                 "LossScaleOptimizer.scale_loss, called outside of strategy.run, needs the optimizer's variables before "

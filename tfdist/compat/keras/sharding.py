@@ -221,29 +221,19 @@ def replace_update(strategy: Any, wrap: Callable[[Any, Callable[[], bool]], Any]
       wrap: called with the strategy's own `_update`, and with a function that returns False within the update of an
         optimizer that needs the whole variable; returns what takes its place.
     """
-    patching.once(_class_of_update(), optimizers.UPDATE, _noting_update)
+    patching.once(keras.optimizers.Optimizer, optimizers.UPDATE, _noting_update)
     strategy.extended._update = wrap(strategy.extended._update, lambda: _updating.is_elementwise)
 
 
-@contextlib.contextmanager
-def beside_shards(strategy: Any, first: Any) -> Iterator[None]:
+def beside_shards(strategy: Any, first: Any) -> contextlib.AbstractContextManager:
     """Context in which the shards of a new variable are put on the servers of another variable's shards.
 
     Args:
       strategy: a `tf.distribute.ParameterServerStrategy`.
       first: the first shard of the other variable.
     """
-    extended = strategy.extended
-    before = extended._variable_count
-    extended._variable_count = tf.DeviceSpec.from_string(first.device).task
-    try:
-        yield
-    finally:
-        extended._variable_count = before
-
-
-def _class_of_update() -> Any:
-    return next(each for each in keras.optimizers.Optimizer.__mro__ if optimizers.UPDATE in vars(each))
+    server = tf.DeviceSpec.from_string(first.device).task
+    return optimizers.patched_attributes([(strategy.extended, "_variable_count", server)])
 
 
 def _noting_update(original: Any) -> Any:

@@ -10,7 +10,7 @@ theirs to all, and each adds them up, in the same order. There is no public way 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -177,13 +177,12 @@ class PartAllReduce(cross_device_ops.CollectiveAllReduce):
 
     def batch_reduce(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> Any:
         """See the stock method: one batch for each part."""
-        pairs = list(value_destination_pairs)
-        return self._together(
-            [value for value, _ in pairs], lambda chosen: self._batch(reduce_op, pairs, chosen, options)
-        )
+        pairs, stock = list(value_destination_pairs), super().batch_reduce
 
-    def _batch(self, reduce_op: Any, pairs: Sequence[Any], chosen: Sequence[int], options: Any) -> Any:
-        return super().batch_reduce(reduce_op, [pairs[index] for index in chosen], options)
+        def reduce(chosen: Sequence[int]) -> Any:
+            return stock(reduce_op, [pairs[index] for index in chosen], options)
+
+        return self._together([value for value, _ in pairs], reduce)
 
     def _all_reduce(self, reduce_op: Any, value: Any, replica_id: int, options: Any) -> Any:
         flat = tf.nest.flatten(value)
@@ -231,8 +230,7 @@ def launcher_of_parts(strategy: Any, part: int) -> Any:
     return found
 
 
-@contextlib.contextmanager
-def first_devices(devices_per_replica: int, num_cpus: int) -> Iterator[None]:
+def first_devices(devices_per_replica: int, num_cpus: int) -> contextlib.AbstractContextManager:
     """Within this block, a strategy of several workers takes the first device of each replica for its devices.
 
     Args:
@@ -248,11 +246,7 @@ def first_devices(devices_per_replica: int, num_cpus: int) -> Iterator[None]:
             devices = tuple(f"{worker_device}/device:CPU:{index}" for index in range(num_cpus))
         return tuple(devices[::devices_per_replica]), kind
 
-    owner._initialize_local_devices = local_devices
-    try:
-        yield
-    finally:
-        owner._initialize_local_devices = original
+    return optimizers.patched_attributes([(owner, "_initialize_local_devices", local_devices)])
 
 
 # Broadcasts the initial values of variables whose dtype TensorFlow's broadcast refuses, such as bfloat16 and int8.

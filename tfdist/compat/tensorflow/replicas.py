@@ -24,7 +24,6 @@ NEEDS = (
     "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._replica_id",
     "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._get_replica_id_in_sync_group",
-    "tensorflow.python.distribute.values:DistributedValues._devices",
     "tensorflow.python.distribute.distribute_utils:regroup",
     "tensorflow.python.distribute.values:PerReplicaSpec._value_specs",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
@@ -158,17 +157,6 @@ class ReplicaDevices:
         # The values of sparse gradients are one tensor.
         first = first[0] if isinstance(first, Sequence) else first
         return self.part_on(getattr(first, "device", "") or "") or 0
-
-
-class OnDevices:
-    """Stands for the devices of a part where a strategy makes a variable beside another variable.
-
-    Args:
-      devices: of all replicas.
-    """
-
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._devices = tuple(devices)
 
 
 def homes_of(strategy: Any, tensors: Sequence[Any]) -> list[str]:
