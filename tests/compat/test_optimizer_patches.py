@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import pytest
 import tensorflow as tf
@@ -27,27 +31,24 @@ def test_an_optimizer_that_is_wrapped_for_loss_scaling_counts_once():
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_rows_of_sparse_lookups_are_common(combiner, has_weights):
     """They have each id once, on one device for all examples."""
-    table = tf.Variable(tf.ones([5, 2]))
     weights = tf.SparseTensorSpec([None, 3], tf.float32) if has_weights else None
-    found = []
-
-    def look_up(ids, weights):
-        with tf.GradientTape() as tape:
-            rows = tf.nn.embedding_lookup_sparse(table, ids, weights, combiner=combiner)
-        found.append(optimizers.are_common_rows(tape.gradient(rows, table)))
-
-    tf.function(look_up).get_concrete_function(tf.SparseTensorSpec([None, 3], tf.int64), weights)
-    assert found == [True]
+    look_up = functools.partial(tf.nn.embedding_lookup_sparse, combiner=combiner)
+    assert are_common(look_up, tf.SparseTensorSpec([None, 3], tf.int64), weights) == [True]
 
 
 def test_rows_of_dense_lookups_are_not_common():
-    table = tf.Variable(tf.ones([5, 2]))
-    found = []
+    assert are_common(tf.gather, tf.TensorSpec([None], tf.int64)) == [False]
 
-    def look_up(ids):
+
+def are_common(look_up: Callable[..., tf.Tensor], *specs: Any) -> list[bool]:
+    """Whether the rows of the gradient of a lookup are common, for each time that it is traced."""
+    table, found = tf.Variable(tf.ones([5, 2])), []
+
+    @tf.function
+    def step(*given):
         with tf.GradientTape() as tape:
-            rows = tf.gather(table, ids)
+            rows = look_up(table, *given)
         found.append(optimizers.are_common_rows(tape.gradient(rows, table)))
 
-    tf.function(look_up).get_concrete_function(tf.TensorSpec([None], tf.int64))
-    assert found == [False]
+    step.get_concrete_function(*specs)
+    return found

@@ -77,7 +77,7 @@ def sum_over_replicas(gradients: Gradients) -> list[Any]:
             totals = reduce([gradients[index] for index in indices]) if indices else []
             for index, total in zip(indices, totals, strict=True):
                 is_common = are_common_rows(gradients[index])
-                sums[index] = added_up_rows(total, _num_replicas()) if is_common else total
+                sums[index] = added_up_rows(total, replicas.count(tf.distribute.get_strategy())) if is_common else total
     return sums
 
 
@@ -103,17 +103,9 @@ def sum_dense_by(
     return sums
 
 
-def _num_replicas() -> int:
-    return replicas.count(tf.distribute.get_strategy())
-
-
 def sum_given(optimizer: Any, gradients: Gradients, variables: Sequence[Any]) -> list[Any]:
     """Sums gradients over all replicas as they are: a `SumGradients`."""
     del optimizer
-    return _sum_up(gradients, variables)
-
-
-def _sum_up(gradients: Gradients, variables: Sequence[Any]) -> list[Any]:
     return sum_over_replicas(placement.beside(gradients, variables))
 
 
