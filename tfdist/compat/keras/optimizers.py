@@ -165,18 +165,14 @@ def _varies(gradient: Any) -> bool:
 @contextlib.contextmanager
 def patched_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Within this block these objects have these attributes, of (object, name, value), of their own."""
-    before: list[tuple[Any, str, bool, Any]] = []
-    try:
+    with contextlib.ExitStack() as restoring:
         for target, name, value in changes:
-            before.append((target, name, name in vars(target), patching.get(target, name)))
+            if name in vars(target):
+                restoring.callback(patching.put, target, name, vars(target)[name])
+            else:
+                restoring.callback(patching.remove, target, name)
             patching.put(target, name, value)
         yield
-    finally:
-        for target, name, was_there, value in reversed(before):
-            if was_there:
-                patching.put(target, name, value)
-            else:
-                patching.remove(target, name)
 
 
 def without_all_reduce(optimizer: Any) -> list[tuple[Any, str, Any]]:
