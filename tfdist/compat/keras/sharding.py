@@ -155,22 +155,16 @@ def present_initializer() -> ShardInitial | None:
 
 def _noting(original: Any) -> Any:
     def initialize(variable: Any, initializer: Any) -> None:
-        with _made(ShardInitial(initializer, variable.shape, variable._dtype, variable.path)):
+        before = _making.set(ShardInitial(initializer, variable.shape, variable._dtype, variable.path))
+        try:
             original(variable, initializer)
+        finally:
+            _making.reset(before)
         if in_shards(variable) is not None:
             patching.put_method(variable, "assign", _assign)
             patching.put_method(variable, "_export_to_saved_model_graph", _export)
 
     return initialize
-
-
-@contextlib.contextmanager
-def _made(initial: ShardInitial) -> Iterator[None]:
-    before = _making.set(initial)
-    try:
-        yield
-    finally:
-        _making.reset(before)
 
 
 def _numbers(name: str, seed: tf.Tensor, first: int, part: tuple[int, ...]) -> tf.Tensor:

@@ -135,9 +135,6 @@ class ServerVariable(ps_values.CachingVariable):
       variable: the one on the parameter server.
     """
 
-    def __init__(self, variable: Any) -> None:
-        super().__init__(variable)
-
     @property
     def stored(self) -> Any:
         """The variable on the parameter server."""
