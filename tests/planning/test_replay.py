@@ -21,13 +21,12 @@ def write(
     directory: pathlib.Path,
     mean_secs: tuple[float, ...],
     policies: tuple[str, ...] = (),
-    strategy: str = "MultiWorkerMirroredStrategy",
     examples: int = 0,
-    update_secs: float = 0.01,
     count: int = 120,
 ) -> Timeline:
     """A synchronous run; one lognormal time for each gradient, and an update that takes a while."""
-    header = update_log.Header("j", "chief:0", tuple(f"worker:{i}" for i in range(len(mean_secs))), strategy, policies)
+    names = tuple(f"worker:{index}" for index in range(len(mean_secs)))
+    header = update_log.Header("j", "chief:0", names, "MultiWorkerMirroredStrategy", policies)
     writer = update_log.LogWriter(directory / "updates", header)
     draws, now = random.Random(0), 1.0
     for step in range(count):
@@ -35,7 +34,7 @@ def write(
         gradients = [update_log.Contribution(worker, now, now + own) for worker, own in enumerate(secs)]
         made = now + max(secs)
         writer.add(update_log.UpdateRecord(step + 1, made, max(secs), 0.0, examples * len(secs), 0, gradients))
-        now = made + update_secs
+        now = made + 0.01
     writer.close()
     return read_logs(directory)
 

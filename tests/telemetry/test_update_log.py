@@ -310,12 +310,6 @@ def test_memory_is_bounded_while_the_disk_hangs(tmp_path, monkeypatch):
     assert "updates were left out" in warnings[0]
 
 
-def test_update_log_needs_no_tensorflow():
-    program = "import sys, tfdist.telemetry.update_log; print({'tensorflow', 'keras'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
-
-
 def test_links_that_lead_out_of_the_directory_are_not_followed(tmp_path):
     write(tmp_path / "elsewhere" / "updates", [])
     (tmp_path / "logs").mkdir()
