@@ -5,6 +5,7 @@ import io
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -116,11 +117,8 @@ def test_lines_of_several_threads_never_mix(monkeypatch):
     with os.fdopen(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         console = Console()
-        threads = [threading.Thread(target=write_many, args=(console, letter)) for letter in "abcd"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda letter: write_many(console, letter), "abcd"))
     draining.join()
     os.close(reader)
     lines = received.decode().splitlines()

@@ -11,6 +11,7 @@ import pathlib
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -92,11 +93,8 @@ def test_threads_do_not_lose_counts() -> None:
         for _ in range(rounds):
             recorder.record(update([0], [replica], wait_secs=1.0), examples=2)
 
-    threads = [threading.Thread(target=record, args=(replica,), daemon=True) for replica in range(REPLICAS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(REPLICAS) as pool:
+        list(pool.map(record, range(REPLICAS)))
     total = REPLICAS * rounds
     report = recorder.report()
     assert (report.updates, report.examples, report.wait_secs) == (total, 2 * total, float(total))
@@ -285,17 +283,12 @@ def test_of_equal_workers_none_is_named(seed: int, num_steps: int, workers: int,
     assert report.in_words.startswith("no worker stands out")
 
 
-@given(st.integers(0, 2**32), st.permutations(range(4)), st.sampled_from([1, 2]))
-def test_slow_workers_are_named_wherever_they_are(seed: int, order: list[int], count: int) -> None:
-    factors = np.array([4.0 if index < count and count < 2 else 1.0 for index in range(4)])
-    report = report_of(noisy(seed, 200, factors[order]))
-    if count == 1:
-        slow = f"worker:{order.index(0)}"
-        assert report.slow is not None and report.slow.names == (slow,)
-        assert report.slow.factor == pytest.approx(4.0, rel=0.4)
-        assert report.order[0] == slow
-    else:
-        assert report.slow is None
+@given(st.integers(0, 2**32), st.integers(0, 3))
+def test_a_slow_worker_is_named_wherever_it_is(seed: int, slow: int) -> None:
+    report = report_of(noisy(seed, 200, [4.0 if index == slow else 1.0 for index in range(4)]))
+    assert report.slow is not None and report.slow.names == (f"worker:{slow}",)
+    assert report.slow.factor == pytest.approx(4.0, rel=0.4)
+    assert report.order[0] == f"worker:{slow}"
 
 
 def test_a_worker_that_is_slow_by_a_small_part_of_a_step_is_not_named() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,11 +19,10 @@ FOR_EVER_SECS = 1e6
 
 
 @pytest.fixture(autouse=True)
-def as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has made no contribution yet."""
     monkeypatch.delenv(delay_hook.VARIABLE, raising=False)
     monkeypatch.setattr(delay_hook, "installed", delay_hook._read_environment)
-    yield
 
 
 class Slept:
@@ -140,11 +139,8 @@ def test_the_first_contributions_may_come_all_at_once(monkeypatch: pytest.Monkey
         barrier.wait()
         delay_hook.before_contribution(replica, 0)
 
-    threads = [threading.Thread(target=contribute, args=(replica,), daemon=True) for replica in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(contribute, range(8)))
     assert slept.secs == [2.0] * 8
 
 

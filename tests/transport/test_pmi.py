@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -75,11 +76,8 @@ def test_libraries_find_each_other_over_their_sockets():
             cards[rank] = [ask(f"cmd=get kvsname=job-1 key=card{other}").rpartition("=")[2] for other in range(3)]
             ask("cmd=finalize")
 
-    threads = [threading.Thread(target=library, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(library, range(3)))
     assert cards == {key: ["port0", "port1", "port2"] for key in range(3)}
 
 
