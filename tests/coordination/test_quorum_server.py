@@ -52,6 +52,11 @@ class Job:
     def verdicts(self, step: int, number: int = 1) -> list[Verdict | None]:
         return [client.wait(number, step) for client in self.clients]
 
+    def assert_updates_are_made(self) -> None:
+        for worker in range(2):
+            self.contribute(worker, 0)
+        assert None not in self.verdicts(0)
+
 
 @contextlib.contextmanager
 def job(num_workers: int, spares: int) -> Iterator[Job]:
@@ -198,9 +203,7 @@ def test_a_wrong_secret_is_refused_by_both_sides():
             running.join(0, secret=b"another")
         assert running.said.acquire(timeout=10)
         assert "does not know this job's secret" in running.lines[0]
-        for worker in range(2):
-            running.contribute(worker, 0)
-        assert None not in running.verdicts(0)
+        running.assert_updates_are_made()
 
 
 def test_a_false_server_is_found_out():
@@ -231,18 +234,14 @@ def test_garbage_is_cut_off_and_disturbs_nobody(garbage: bytes):
                 pass
         assert running.said.acquire(timeout=10)
         assert len(running.lines) == 1 and "closed a connection from 127.0.0.1" in running.lines[0]
-        for worker in range(2):
-            running.contribute(worker, 0)
-        assert None not in running.verdicts(0)
+        running.assert_updates_are_made()
 
 
 def test_a_second_worker_of_the_same_number_is_refused():
     with job(2, spares=0) as running:
         with pytest.raises(ConnectionError, match="does not accept worker:1"):
             running.join(1)
-        for worker in range(2):
-            running.contribute(worker, 0)
-        assert None not in running.verdicts(0)
+        running.assert_updates_are_made()
 
 
 @pytest.mark.parametrize("words", [b"", b"tfdist-quorum-3", b"tfdist-quorum-3 0 nonce proof\n"])
@@ -251,9 +250,7 @@ def test_strangers_that_came_first_and_stay_keep_no_client_out(words: bytes):
         for _ in range(200):
             stack.enter_context(_raw(running)).sendall(words)
         running.clients += [running.join(0), running.join(1)]
-        for worker in range(2):
-            running.contribute(worker, 0)
-        assert None not in running.verdicts(0)
+        running.assert_updates_are_made()
 
 
 def test_a_client_that_gave_way_to_strangers_reconnects():
@@ -270,9 +267,7 @@ def test_a_client_that_gave_way_to_strangers_reconnects():
                 super()._introduce(connection, secret)
 
         running.clients += [Slow(running.address, 0, running.names, SECRET), running.join(1)]
-        for worker in range(2):
-            running.contribute(worker, 0)
-        assert None not in running.verdicts(0)
+        running.assert_updates_are_made()
 
 
 def test_a_flood_of_strangers_is_a_few_lines():
