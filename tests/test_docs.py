@@ -29,8 +29,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("
 PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "examples" / "README.md"]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
-_BLOCK = re.compile(r"^```(\w*)(?: title=\"[\w.]+\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_TITLED = re.compile(r"^```(\w*)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Language, title and code.
+_BLOCK = re.compile(r"^```(\w*)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _NAME = re.compile(r"\btfdist((?:\.[A-Za-z_]\w*)+)")
@@ -181,7 +181,7 @@ def _text(page: pathlib.Path) -> str:
 
 
 def _blocks(page: pathlib.Path, language: str) -> list[str]:
-    return [code for name, code in _BLOCK.findall(_text(page)) if name == language]
+    return [code for name, _, code in _BLOCK.findall(_text(page)) if name == language]
 
 
 def _prose(page: pathlib.Path) -> str:
@@ -311,7 +311,7 @@ def test_launch_line_of_the_readme_runs_the_quick_start(quick_start: str, tmp_pa
 def test_tutorial_runs_block_by_block(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Files are written, diffs applied and commands run in the order of the page."""
     names = []
-    for language, title, code in _TITLED.findall(_text(page)):
+    for language, title, code in _BLOCK.findall(_text(page)):
         names.append(language)
         if language == "python":
             (tmp_path / title).write_text(code)
@@ -330,7 +330,7 @@ def test_tutorial_runs_block_by_block(page: pathlib.Path, tmp_path: pathlib.Path
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=_id)
 def test_diffs_of_a_tutorial_fit_its_files(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    for language, title, code in _TITLED.findall(_text(page)):
+    for language, title, code in _BLOCK.findall(_text(page)):
         if language == "python":
             (tmp_path / title).write_text(code)
         elif language == "diff":
@@ -505,7 +505,7 @@ _REGISTRY = "pip install ['\"]?tfdist"
 
 def test_shell_blocks_are_commands_to_copy() -> None:
     """No output, whose block is `text`, no synopsis, and no name that only a registry without tfdist could know."""
-    for page, (language, code) in _found(_BLOCK):
+    for page, (language, _, code) in _found(_BLOCK):
         for line in re.sub(r"\\\n", "", code).splitlines() if language == "shell" else ():
             words = line.split()
             assert not words or re.fullmatch(_COMMANDS, words[0]), f"{_id(page)}: {line}"
