@@ -82,8 +82,6 @@ _SELECTED = "select has found it readable"
 _BY_TIMEOUT_OF_SOCKET = "the socket has a timeout"
 _OF_DONE_FUTURE = "the future is done"
 _BY_QUEUE = "StepQueue.wait_until is behind it"
-_AFTER_KILL = "the process was killed"
-_OF_CHILD = "ends with the user's command, which signals end"
 UNBOUNDED = {
     "_sockets.py:LineServer._accept": _SELECTED,
     "_sockets.py:LineServer._receive": _SELECTED,
@@ -99,9 +97,9 @@ UNBOUNDED = {
     "launchers/supervise/processes.py:Process.pid": "the guard reports the start, or its end",
     "launchers/supervise/processes.py:RemoteTask.wait": "its thread ends with the task, or soon after SIGKILL",
     "launchers/ray.py:TaskActor.read": "the wrapper's output is closed, as it has ended",
-    "launchers/slurm/job.py:BatchJob.run": _OF_CHILD,
+    "launchers/slurm/job.py:BatchJob.run": "ends with the user's command, which signals end",
     "launchers/slurm/launcher.py:submit": "sbatch --wait runs as long as the job; Ctrl-C ends it",
-    "launchers/ssh/client.py:main": _AFTER_KILL,
+    "launchers/ssh/client.py:main": "the process was killed",
     "launchers/ssh/launcher.py:check_hosts": "each probe has a timeout",
     "launchers/ssh/task.py:_run": "the task has ended; its last output is drained in a bounded time",
     "resume/checkpoint.py:CheckpointDirectory.release": "the thread has been told to end",
