@@ -9,9 +9,11 @@ import operator
 import os
 import pathlib
 import signal
+import sys
 import threading
 import types
 import weakref
+from typing import Any
 
 import pytest
 from waiting import Clock
@@ -111,6 +113,27 @@ def test_second_interrupt_before_the_first_is_seen_ends_no_process(monkeypatch: 
         signal.signal(signal.SIGINT, before)
     assert told == ["told"] * 2 and not watch.is_alive()
     assert exits == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_threads_are_looked_at(monkeypatch: pytest.MonkeyPatch, enabled: bool):
+    """CPython would hold the list of threads meanwhile."""
+    stock, states = sys._current_frames, []
+
+    def look() -> dict[int, Any]:
+        states.append(gc.isenabled())
+        return stock()
+
+    monkeypatch.setattr(sys, "_current_frames", look)
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        found = stalls.by_thread()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+    assert states == [False]
+    assert threading.get_ident() not in found
 
 
 @contextlib.contextmanager
