@@ -10,6 +10,7 @@ that is refused with one line before it trains counts as refused, and is no fail
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import pathlib
 import subprocess
@@ -26,16 +27,13 @@ def main() -> int:
     """Returns the exit code: 1 if any model trained differently."""
     arguments = _arguments()
     chosen = arguments.strategy or list(STRATEGIES)
-    counts: dict[str, int] = {}
+    counts: collections.Counter[str] = collections.Counter()
     for index, name in enumerate(chosen):
         seeds = [arguments.seed + offset for offset in range(index, arguments.count, len(chosen))]
-        for word, number in _run(name, seeds).items():
-            counts[word] = counts.get(word, 0) + number
-    total = sum(counts.values())
-    print(
-        f"fuzz: {total} models, " + ", ".join(f"{counts.get(word, 0)} {word}" for word in ("agree", "refused", "FAIL"))
-    )
-    return 1 if counts.get("FAIL") else 0
+        counts.update(_run(name, seeds))
+    shown = ", ".join(f"{counts[word]} {word}" for word in ("agree", "refused", "FAIL"))
+    print(f"fuzz: {counts.total()} models, {shown}")
+    return 1 if counts["FAIL"] else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -46,22 +44,21 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(name: str, seeds: list[int]) -> dict[str, int]:
-    """Trains these seeds in child processes; returns how often each outcome came.
+def _run(name: str, seeds: list[int]) -> list[str]:
+    """Trains these seeds in child processes; returns their outcomes.
 
     A new child takes over where one ended before its last seed: a failed collective is of no more use.
     """
-    counts: dict[str, int] = {}
+    found: list[str] = []
     while seeds:
         outcomes, last = _train(name, seeds)
-        for outcome in outcomes:
-            counts[outcome] = counts.get(outcome, 0) + 1
+        found += outcomes
         seeds = seeds[len(outcomes) :]
         if seeds and not (outcomes and outcomes[-1] == "FAIL"):
             print(f"fuzz {name} seed {seeds[0]}: FAIL: the child ended before it had trained: {last}", flush=True)
-            counts["FAIL"] = counts.get("FAIL", 0) + 1
+            found.append("FAIL")
             seeds = seeds[1:]
-    return counts
+    return found
 
 
 def _train(name: str, seeds: list[int]) -> tuple[list[str], str]:
