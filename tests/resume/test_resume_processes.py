@@ -20,7 +20,7 @@ import json, os, sys
 import numpy as np, tensorflow as tf, keras
 import tfdist
 
-folder, made, policies = sys.argv[1:]
+folder, policies = sys.argv[1:]
 # State of dtypes that collectives don't add.
 short = tfdist.transforms.GradientTransform(
     lambda variables: [tf.constant(False), tf.constant(0, tf.int8)],
@@ -28,8 +28,8 @@ short = tfdist.transforms.GradientTransform(
 )
 transforms = [tfdist.transforms.momentum_correction(0.5), tfdist.transforms.skip_nonfinite(), short]
 # Refused beside these under workers that have copies of the model.
-is_refused = made == "MultiWorkerMirroredStrategy" and ("Warmup" in policies or "Averaging" in policies)
-strategy = getattr(tfdist, made)(policies=eval(policies), transforms=[] if is_refused else transforms)
+is_refused = "Warmup" in policies or "Averaging" in policies
+strategy = tfdist.MultiWorkerMirroredStrategy(policies=eval(policies), transforms=[] if is_refused else transforms)
 task = str(tfdist.Cluster.from_environment().task)
 misfortunes, attempt = json.loads(os.environ["MISFORTUNES"]), os.environ["TFDIST_ATTEMPT"]
 x = np.random.default_rng(0).normal(size=(90, 3)).astype("float32")
@@ -62,27 +62,22 @@ def train(checkpoints, *callbacks):
 
 beginning = strategy.distribution.saved_state.state()
 found = {"resumed": train("checkpoints", Misfortune())}
-if made == "MultiWorkerMirroredStrategy":
-    # A phase that is over begins again, too.
-    strategy.distribution.saved_state.restore(beginning, is_in_epoch=False)
-    # The attempt that comes to the end trains again, without an interruption.
-    found["calm"] = train("calm")
+# A phase that is over begins again, too.
+strategy.distribution.saved_state.restore(beginning, is_in_epoch=False)
+# The attempt that comes to the end trains again, without an interruption.
+found["calm"] = train("calm")
 with open(f"{folder}/{task}-{attempt}.json", "w") as file:
     json.dump(found, file)
 """
 
 
-def _launch(folder: pathlib.Path, flags: list[str], arguments: list[str], misfortunes: dict[str, Any]) -> Any:
+def _launch(folder: pathlib.Path, flags: list[str], policies: str, misfortunes: dict[str, Any]) -> Any:
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
     env = {**os.environ, "MISFORTUNES": json.dumps(misfortunes), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "tfdist", "launch", "local", "--restart_backoff_secs=0.1", *flags]
-    command += [str(folder / "train.py"), str(folder), *arguments]
+    command += [str(folder / "train.py"), str(folder), policies]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-
-
-def _found(folder: pathlib.Path, task: str, attempt: int) -> dict[str, Any]:
-    return json.loads((folder / f"{task}-{attempt}.json").read_text())
 
 
 SLOW = pytest.mark.slow
@@ -109,14 +104,13 @@ DIES = {"0": ["worker:0", 9, 9]}
 def test_workers_go_on_together(
     tmp_path: pathlib.Path, policies: str, is_exact: bool, communication: str, misfortunes: dict[str, Any]
 ):
-    arguments = ["MultiWorkerMirroredStrategy", policies]
     flags = ["--num_workers=2", "--max_restarts=1", f"--communication={communication}"]
-    ended = _launch(tmp_path / "cut off", flags, arguments, misfortunes)
+    ended = _launch(tmp_path / "cut off", flags, policies, misfortunes)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ("(preemption 1)" in ended.stderr) == (misfortunes is BOTH)
     assert "(restart 1 of 1)" in ended.stderr
     for task in ("worker:0", "worker:1"):
-        found = _found(tmp_path / "cut off", task, len(misfortunes))
+        found = json.loads((tmp_path / "cut off" / f"{task}-{len(misfortunes)}.json").read_text())
         resumed, expected = found["resumed"], found["calm"]
         assert resumed["steps"] == resumed["iterations"] == expected["steps"] == 36
         if is_exact:
