@@ -124,8 +124,8 @@ def sbatch(state: pathlib.Path, arguments: list[str]) -> int:
 def srun(state: pathlib.Path, arguments: list[str]) -> int:
     options, command = parse(arguments, SRUN, SRUN_SWITCHES)
     ntasks = int(options["ntasks"])
-    step = {name.replace("SLURM_", "SLURM_STEP_"): os.environ[name] for name in ("SLURM_TASKS_PER_NODE",)}
-    step |= {"SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"], "SLURM_STEP_ID": "0"}
+    step = {"SLURM_STEP_TASKS_PER_NODE": os.environ["SLURM_TASKS_PER_NODE"], "SLURM_STEP_ID": "0"}
+    step["SLURM_STEP_NODELIST"] = os.environ["SLURM_JOB_NODELIST"]
     tasks = [
         subprocess.Popen(command, env={**os.environ, **step, "SLURM_PROCID": str(number)}, start_new_session=True)
         for number in range(ntasks)

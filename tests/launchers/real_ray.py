@@ -43,9 +43,9 @@ class RayCluster:
         self._process.stdin.flush()
         return json.loads(self._line())
 
-    def is_empty(self, limit_secs: float = 20.0) -> bool:
+    def is_empty(self) -> bool:
         """Waits until all resources are free, and no placement group is left."""
-        deadline = time.monotonic() + limit_secs
+        deadline = time.monotonic() + 20.0
         while time.monotonic() < deadline:
             state = self.ask("state")
             if state["free"] == state["all"] and set(state["groups"]) <= {"REMOVED"}:

@@ -81,21 +81,13 @@ class Cluster:
     """
 
     def __init__(self, init: int, run: pathlib.Path) -> None:
-        self._enter = [
-            "nsenter",
-            f"--target={init}",
-            "--mount",
-            "--net",
-            "--uts",
-            "--pid",
-            f"--wd={pathlib.Path.cwd()}",
-        ]
+        self._enter = ["nsenter", f"--target={init}", "--mount", "--net", "--uts", "--pid"]
         self.directory = run
         self.env = {**os.environ, "SLURM_CONF": str(run / "slurm.conf")}
 
     def command(self, command: Sequence[str], cwd: str | os.PathLike[str]) -> list[str]:
         """The command that runs another one on the head of the cluster; it needs `env`."""
-        return [*self._enter[:-1], f"--wd={cwd}", *command]
+        return [*self._enter, f"--wd={cwd}", *command]
 
     def run(
         self, command: Sequence[str], cwd: str | os.PathLike[str] = "/", timeout_secs: float = 100
@@ -110,9 +102,9 @@ class Cluster:
         words = self.run(["scontrol", "--oneliner", "show", "job", job]).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_state(self, job: str, *states: str, timeout_secs: float = 200) -> dict[str, str]:
+    def wait_state(self, job: str, *states: str) -> dict[str, str]:
         """Waits until the job is in one of these states; returns its fields."""
-        deadline = time.monotonic() + timeout_secs
+        deadline = time.monotonic() + 200
         while (fields := self.show(job)).get("JobState") not in states:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"job {job} is {fields.get('JobState')}, not {states}: {fields}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts with a real sshd each, in network namespaces of this machine, whose links can be cut and delayed.
+"""Hosts with a real sshd each, in network namespaces of this machine, whose links can be cut.
 
     with hosts(["a", "b"], folder) as network:
         network.run([... "launch", "ssh", *network.flags, f"--hosts={network.address('a')}", ...])
@@ -111,12 +111,12 @@ class Network:
                 subprocess.Popen(self.command(name, command), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             )
 
-    def wait_until_up(self, timeout_secs: float = 20) -> None:
+    def wait_until_up(self) -> None:
         """Returns once every host takes a login."""
         for name in self._numbers:
             options = [*self.options, "-oBatchMode=yes", "-oConnectionAttempts=20"]
             if name != _LAUNCHER:
-                self.run(["ssh", *options, self.address(name), "true"], check=True, timeout=timeout_secs)
+                self.run(["ssh", *options, self.address(name), "true"], check=True, timeout=20)
 
     def stop(self) -> None:
         """Ends every process in the namespaces, and takes them away."""
@@ -140,18 +140,9 @@ class Network:
         for chain in ("INPUT", "OUTPUT"):
             self._in(name, "iptables", "-w", "-I", chain, "!", "-i" if chain == "INPUT" else "-o", "lo", "-j", "DROP")
 
-    def heal(self, name: str) -> None:
-        """Takes back `drop` and `unplug`."""
-        self._in(name, "iptables", "-w", "-F")
-        self._in("switch", "ip", "link", "set", f"port{self._numbers[name]}", "up")
-
     def unplug(self, name: str) -> None:
         """Pulls the cable out of the switch."""
         self._in("switch", "ip", "link", "set", f"port{self._numbers[name]}", "down")
-
-    def delay(self, name: str, netem: str) -> None:
-        """Delays or loses what leaves the host, such as "delay 200ms 50ms"."""
-        self._in(name, "tc", "qdisc", "replace", "dev", "eth0", "root", "netem", *netem.split())
 
     # Programs.
 

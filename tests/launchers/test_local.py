@@ -10,6 +10,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import launching
 import psutil
 import pytest
 
@@ -19,13 +20,6 @@ from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise import attempts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-# The planned tasks are told apart by their role, as a user's script never has to.
-PREAMBLE = """
-import json, os, signal, sys, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']}:{task['index']}"
-open(os.environ.get("TFDIST_JOINED", os.devnull), "a").close()
-"""
 
 
 @pytest.fixture
@@ -34,14 +28,14 @@ def script(tmp_path):
 
     def write(text, name="train.py"):
         path = tmp_path / name
-        path.write_text(PREAMBLE + text)
+        path.write_text(launching.JOINED + text)
         return str(path)
 
     return write
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "tfdist", "launch", "local", *arguments]
+    return launching.command("local", *arguments)
 
 
 def launch(*arguments, **options):

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import launching
 import psutil
 import pytest
 import real_ray
@@ -76,35 +77,12 @@ def cluster() -> Iterator[real_ray.RayCluster]:
         yield made
 
 
-class Launch:
-    """A launcher at work, and the lines that were read of it."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process, self.lines = process, []
-
-    def read_until(self, text: str) -> str:
-        """Reads up to a line with this text, and returns it."""
-        for line in self.process.stdout:
-            sys.stdout.write(f"{time.time():.1f} {line}")
-            self.lines.append(line.rstrip("\n"))
-            if text in line:
-                return line
-        raise AssertionError(f"{text!r} was not written:\n" + "\n".join(self.lines))
-
-    def wait(self) -> int:
-        """Reads the rest; returns the exit code."""
-        with contextlib.suppress(AssertionError):
-            self.read_until("\0")
-        return self.process.wait()
+class Launch(launching.Launch):
+    """A launcher at work on Ray."""
 
     def pid(self, task: str) -> int:
         """The process id that a task has printed."""
         return next(int(line.split()[2]) for line in self.lines if line.startswith(f"[{task}] pid"))
-
-    @property
-    def said(self) -> list[str]:
-        """The lines of the launcher itself."""
-        return [line for line in self.lines if line.startswith("tfdist: ")]
 
 
 @pytest.fixture

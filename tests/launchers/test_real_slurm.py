@@ -5,8 +5,8 @@ import json
 import pathlib
 import signal
 import subprocess
-import sys
 
+import launching
 import psutil
 import pytest
 import real_slurm
@@ -17,12 +17,10 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(real_slurm.missing() is not None, reason=real_slurm.missing() or ""),
 ]
-PREAMBLE = """
-import json, os, pathlib, signal, sys, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']}:{task['index']}"
+PREAMBLE = f"""{launching.PREAMBLE}
+import pathlib
 attempt = int(os.environ["TFDIST_ATTEMPT"])
-def started(): pathlib.Path(f"{name}.{attempt}.{os.getpid()}").touch()
+def started(): pathlib.Path(f"{{name}}.{{attempt}}.{{os.getpid()}}").touch()
 """
 TRAINING = (pathlib.Path(__file__).parent / "slurm_training.py").read_text()
 
@@ -44,13 +42,13 @@ class Run:
         output = self.folder / f"slurm-{self.job}.out"
         return output.read_text(errors="replace").splitlines() if output.exists() else []
 
-    def await_files(self, pattern, count, timeout_secs=200):
+    def await_files(self, pattern, count):
         """Waits until the tasks have made so many files; returns their names."""
 
         def found():
             return sorted(path.name for path in self.folder.glob(pattern))
 
-        wait_until(lambda: len(found()) >= count, timeout_secs, lambda: f"{pattern} {found()} {self.lines[-30:]}")
+        wait_until(lambda: len(found()) >= count, 200, lambda: f"{pattern} {found()} {self.lines[-30:]}")
         return found()
 
     def preempt(self):
@@ -59,9 +57,9 @@ class Run:
         other = self.cluster.run([*command, "--output=/dev/null"], cwd=self.folder).stdout.strip()
         self.cluster.wait_state(other, "COMPLETED")
 
-    def end(self, *states):
+    def end(self):
         """Waits for the end; returns the state and the exit code."""
-        fields = self.cluster.wait_state(self.job, *(states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")))
+        fields = self.cluster.wait_state(self.job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
         return fields["JobState"], int(fields["ExitCode"].partition(":")[0])
 
     def left(self):
@@ -85,7 +83,7 @@ def submit(cluster, tmp_path):
 
 
 def command(*flags, arguments=()):
-    return [sys.executable, "-m", "tfdist", "launch", "slurm", *flags, "train.py", *arguments]
+    return launching.command("slurm", *flags, "train.py", *arguments)
 
 
 # A preemption is one, whoever was ready for it.

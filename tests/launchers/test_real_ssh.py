@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import launching
 import psutil
 import pytest
 import real_ssh
@@ -49,31 +50,12 @@ train(tfdist.MultiWorkerMirroredStrategy(), 50)
 """
 
 
-class Launch:
-    """A launcher at work. Iterating gives its lines, each once, with what its tasks print."""
+class Launch(launching.Launch):
+    """A launcher at work on these hosts."""
 
     def __init__(self, network: real_ssh.Network, process: subprocess.Popen[str]) -> None:
-        self.network, self.process, self.lines = network, process, []
-
-    def wait_for(self, text: str) -> float:
-        """Reads on until a line has `text`; returns when it came."""
-        for line in self.process.stdout:
-            sys.stdout.write(f"{time.monotonic():9.1f} {line}")
-            self.lines.append(line.rstrip("\n"))
-            if text in line:
-                return time.monotonic()
-        raise AssertionError(f"{text!r} was not written:\n" + "\n".join(self.lines))
-
-    def wait(self) -> int:
-        """Reads the rest; the exit code."""
-        with contextlib.suppress(AssertionError):
-            self.wait_for("\0")
-        return self.process.wait()
-
-    @property
-    def said(self) -> list[str]:
-        """The lines of the launcher itself."""
-        return [line for line in self.lines if line.startswith("tfdist: ")]
+        super().__init__(process)
+        self.network = network
 
     def tasks(self, host: str) -> list[psutil.Process]:
         """The processes on a host that belong to a task: the script, its guard and what keeps the connection."""
@@ -106,7 +88,7 @@ def launch(network, tmp_path):
         def start(script: str, *flags: str, hosts: str = "a,b") -> Launch:
             (tmp_path / "train.py").write_text(PREAMBLE + script)
             places = ",".join(network.address(host[0]) + host[1:] for host in hosts.split(","))
-            command = [sys.executable, "-m", "tfdist", "launch", "ssh", *network.flags, f"--hosts={places}"]
+            command = launching.command("ssh", *network.flags, f"--hosts={places}")
             process = network.popen(
                 [*command, f"--directory={tmp_path}", "--restart_backoff_secs=0", *flags, "train.py"],
                 stdout=subprocess.PIPE,
@@ -124,39 +106,40 @@ def launch(network, tmp_path):
 @pytest.mark.parametrize("cut", ["drop", "unplug"])
 def test_the_chief_goes_on_without_a_host_that_vanished(launch, network, tmp_path, cut):
     job = launch(ON_SERVERS, "--num_ps=1", "--min_workers=1", "--max_worker_restarts=0", hosts="a,b,c:2")
-    job.wait_for("epoch 3")
+    job.read_until("epoch 3")
     getattr(network, cut)("b")
     before = time.monotonic()
     # Steps in flight may end one epoch more, and none beyond. The launcher finds out later.
-    took_secs = job.wait_for("epoch 5") - before
-    print(f"went on after {took_secs:.1f} s")
+    job.read_until("epoch 5")
+    print(f"went on after {time.monotonic() - before:.1f} s")
     assert not [line for line in job.said if "worker:1" in line]
-    job.wait_for("going on with 1 of 2 workers")
-    job.wait_for("the launcher has given up worker:1; going on without it")
+    job.read_until("going on with 1 of 2 workers")
+    job.read_until("the launcher has given up worker:1; going on without it")
     (tmp_path / "over").touch()
-    trained_at = job.wait_for("trained")
+    job.read_until("trained")
+    trained_at = time.monotonic()
     assert job.wait() == 0
     print(f"ended {time.monotonic() - trained_at:.1f} s after training")
 
 
 def test_a_stopped_worker_on_a_host_that_is_up_is_not_lost(launch, tmp_path):
     job = launch(ON_SERVERS, "--num_ps=1", "--min_workers=1", hosts="a,b,c:2")
-    job.wait_for("epoch 3")
+    job.read_until("epoch 3")
     worker = job.script("b")
     worker.suspend()
-    job.wait_for("a step has not completed for 30 s; waiting for worker:1")
+    job.read_until("a step has not completed for 30 s; waiting for worker:1")
     worker.resume()
     (tmp_path / "over").touch()
-    job.wait_for("trained")
+    job.read_until("trained")
     assert job.wait() == 0
     assert not [line for line in job.lines if "UnavailableError" in line or "worker:1 failed" in line]
 
 
 def test_a_lost_host_is_named_and_its_tasks_end_by_themselves(launch, network):
     job = launch(ALL_REDUCE, "--max_restarts=0")
-    job.wait_for("epoch 2")
+    job.read_until("epoch 2")
     network.drop("b")
-    job.wait_for("failed first")
+    job.read_until("failed first")
     assert f"worker:1 failed first (its host {network.address('b')} can't be reached" in job.lines[-1]
     assert not job.tasks("a")
     assert job.wait() == 255
@@ -165,9 +148,9 @@ def test_a_lost_host_is_named_and_its_tasks_end_by_themselves(launch, network):
 
 def test_all_tasks_have_ended_when_a_launcher_without_link_says_so(launch, network):
     job = launch(ALL_REDUCE)
-    job.wait_for("epoch 2")
+    job.read_until("epoch 2")
     network.drop("launcher")
-    job.wait_for("failed first")
+    job.read_until("failed first")
     assert any("no host can be reached: the link of this machine may be down" in line for line in job.said)
     assert [each for host in "ab" for each in job.tasks(host)] == []
     assert job.wait() == 255
@@ -176,11 +159,11 @@ def test_all_tasks_have_ended_when_a_launcher_without_link_says_so(launch, netwo
 @pytest.mark.parametrize("who", ["ssh_task", "sshd"])
 def test_a_killed_wrapper_counts_as_a_failure(launch, who):
     job = launch(ALL_REDUCE, "--max_restarts=1")
-    job.wait_for("epoch 2")
+    job.read_until("epoch 2")
     wrapper = next(each for each in job.tasks("b") if "tfdist.launchers.ssh.task" in each.cmdline())
     victim = wrapper if who == "ssh_task" else next(each for each in wrapper.parents() if "sshd" in each.name())
     victim.send_signal(signal.SIGKILL)
-    job.wait_for("starting all tasks again")
+    job.read_until("starting all tasks again")
     assert "(restart 1 of 1)" in job.lines[-1]
     assert job.wait() == 0
 
@@ -190,7 +173,7 @@ def test_a_privileged_port_is_named_as_such(network, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-net_bind_service {sys.executable} "$@"\n')
     python.chmod(0o755)
-    command = [sys.executable, "-m", "tfdist", "launch", "ssh", *network.flags, "--num_workers=1", "--port=80"]
+    command = launching.command("ssh", *network.flags, "--num_workers=1", "--port=80")
     done = network.run(
         [*command, f"--hosts={network.address('a')}", f"--directory={tmp_path}", f"--python={python}", "train.py"],
         cwd=tmp_path,

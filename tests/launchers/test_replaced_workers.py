@@ -4,19 +4,15 @@
 import os
 import signal
 import subprocess
-import sys
 
+import launching
 import psutil
 import pytest
 
 pytestmark = pytest.mark.processes
 
-PREAMBLE = """
-import json, os, signal, sys
-config = json.loads(os.environ["TF_CONFIG"])
-task, workers = config["task"], config["cluster"]["worker"]
-name = f"{task['type']}:{task['index']}"
-open(os.environ["TFDIST_JOINED"], "a").close()
+PREAMBLE = f"""{launching.JOINED}
+workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
 attempt, restart = (int(os.environ[key]) for key in ("TFDIST_ATTEMPT", "TFDIST_TASK_RESTART"))
 
 def tell(): open("pipe", "w").write("now")
@@ -34,7 +30,7 @@ def launch(tmp_path):
     os.mkfifo(tmp_path / "pipe")
 
     def command(*flags):
-        return [sys.executable, "-m", "tfdist", "launch", "local", *flags, "train.py"]
+        return launching.command("local", *flags, "train.py")
 
     def run(text, *flags):
         (tmp_path / "train.py").write_text(PREAMBLE + text)

@@ -3,21 +3,17 @@
 
 import signal
 import subprocess
-import sys
 import types
 
+import launching
 import pytest
 
 from tfdist.launchers import local, requests
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise import output
 
-PREAMBLE = """
-import json, os, signal, sys
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']}:{task['index']}"
+PREAMBLE = f"""{launching.JOINED}
 attempt = int(os.environ["TFDIST_ATTEMPT"])
-open(os.environ["TFDIST_JOINED"], "a").close()
 """
 
 
@@ -27,16 +23,7 @@ def launch(tmp_path):
 
     def run(text, *flags):
         (tmp_path / "train.py").write_text(PREAMBLE + text)
-        command = [
-            sys.executable,
-            "-m",
-            "tfdist",
-            "launch",
-            "local",
-            "--restart_backoff_secs=0",
-            *flags,
-            "train.py",
-        ]
+        command = launching.command("local", "--restart_backoff_secs=0", *flags, "train.py")
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
@@ -123,8 +110,8 @@ def test_each_attempt_of_each_task_has_its_files(launch, tmp_path):
 @pytest.mark.processes
 def test_a_signal_ends_the_wait_for_a_restart(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit(1)")
-    command = [sys.executable, "-m", "tfdist", "launch", "local", "--max_restarts=1", "--restart_backoff_secs=1000"]
-    with subprocess.Popen([*command, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+    command = launching.command("local", "--max_restarts=1", "--restart_backoff_secs=1000", "train.py")
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
         while "again in 1000 s" not in launcher.stderr.readline():
             pass
         launcher.send_signal(signal.SIGTERM)

@@ -5,9 +5,9 @@ import json
 import pathlib
 import re
 import subprocess
-import sys
 
 import fake_slurm
+import launching
 import pytest
 
 from tfdist.launchers import command_line, requests, tpu
@@ -16,11 +16,6 @@ from tfdist.launchers.slurm import launcher as slurm
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "launchers" / "golden"
-PREAMBLE = """
-import json, os, signal, sys, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']}:{task['index']}"
-"""
 
 # Plans.
 
@@ -84,20 +79,9 @@ def launch(tmp_path):
     env = fake_slurm.install(tmp_path / "slurm")
 
     def run(text, *flags, arguments=()):
-        (tmp_path / "train it.py").write_text(PREAMBLE + text)
-        command = [
-            sys.executable,
-            "-m",
-            "tfdist",
-            "launch",
-            "slurm",
-            "--grace_period_secs=20",
-            *flags,
-            "train it.py",
-        ]
-        done = subprocess.run(
-            [*command, *arguments], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100
-        )
+        (tmp_path / "train it.py").write_text(launching.PREAMBLE + text)
+        command = launching.command("slurm", "--grace_period_secs=20", *flags, "train it.py", *arguments)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
         output = tmp_path / "slurm-4711.out"
         code = tmp_path / "slurm" / "code"
         lines = output.read_text().splitlines() if output.exists() else []

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+import launching
 import psutil
 import pytest
 
@@ -25,12 +26,6 @@ from tfdist.launchers.ssh import launcher as ssh
 from tfdist.launchers.ssh.launcher import Host
 from tfdist.launchers.supervise.processes import PortReservation
 
-PREAMBLE = """
-import json, os, signal, sys
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']}:{task['index']}"
-open(os.environ["TFDIST_JOINED"], "a").close()
-"""
 FAKE = """#!{python} -S
 import os, sys, time
 words = sys.argv[1:]
@@ -96,10 +91,10 @@ def launch(tmp_path, port):
     env = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
 
     def command(*arguments):
-        return [sys.executable, "-m", "tfdist", "launch", "ssh", f"--port={port}", *arguments]
+        return launching.command("ssh", f"--port={port}", *arguments)
 
     def run(text, *flags, arguments=(), more=None):
-        (tmp_path / "train it.py").write_text(PREAMBLE + text)
+        (tmp_path / "train it.py").write_text(launching.JOINED + text)
         done = subprocess.run(
             command(*flags, "train it.py", *arguments),
             env={**env, **(more or {})},
@@ -111,7 +106,7 @@ def launch(tmp_path, port):
         return done.returncode, done.stdout, done.stderr
 
     def start(text, *flags):
-        (tmp_path / "train it.py").write_text(PREAMBLE + text)
+        (tmp_path / "train it.py").write_text(launching.JOINED + text)
         return subprocess.Popen(
             command(*flags, "train it.py"),
             env=env,
@@ -402,12 +397,12 @@ def ssh_server(directory):
 def test_a_real_server_runs_tasks_and_ends_them(tmp_path, port):
     odd = ["two words", 'it\'s "$HOME" `x`', "new\nline", "", "é"]
     (tmp_path / "train it.py").write_text(
-        PREAMBLE
+        launching.JOINED
         + "print(json.dumps(sys.argv[1:]), os.environ['SET'], os.getpid(), flush=True)\n"
         + "if os.environ['END'] == 'no': signal.pause()\n"
     )
     with ssh_server(tmp_path) as options:
-        command = [sys.executable, "-m", "tfdist", "launch", "ssh", "--hosts=localhost:2", f"--port={port}"]
+        command = launching.command("ssh", "--hosts=localhost:2", f"--port={port}")
         command += ["--setup=export SET=up"]
         command += [f"--ssh={option}" for option in options]
         done = subprocess.run(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import launching
 import pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -58,13 +59,14 @@ print("iterations", int(model.optimizer.iterations), told.steps, flush=True)
 def test_a_killed_worker_of_a_launched_job_joins_the_same_fit(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "train.py").write_text(TRAINING)
-    command = [sys.executable, "-m", "tfdist", "launch", "local", "--num_workers=2", "--num_ps=1", "train.py"]
+    command = launching.command("local", "--num_workers=2", "--num_ps=1", "train.py")
     with subprocess.Popen(command, cwd=tmp_path, env=ENV, stdout=-1, stderr=-1, text=True) as launcher:
-        lines = read_until(launcher.stdout, "[chief:0] training")
-        (pid,) = (int(line.split()[2]) for line in lines if line.startswith("[worker:1] pid"))
+        job = launching.Launch(launcher)
+        job.read_until("[chief:0] training")
+        (pid,) = (int(line.split()[2]) for line in job.lines if line.startswith("[worker:1] pid"))
         os.kill(pid, signal.SIGKILL)
         # The chief goes on when there is a new one; it meets it at any step after that.
-        read_until(launcher.stdout, "[worker:1] back")
+        job.read_until("[worker:1] back")
         (tmp_path / "pipe").write_text("go on")
         out, err = launcher.communicate(timeout=200)
         assert launcher.returncode == 0, out + err
@@ -73,16 +75,6 @@ def test_a_killed_worker_of_a_launched_job_joins_the_same_fit(tmp_path):
     # A step that was under way when its worker was killed may have been made twice: at least once, says TensorFlow.
     assert steps <= iterations <= steps + 2
     assert out.count("[worker:1] fetched") > 100
-
-
-def read_until(stream, text):
-    """The lines up to the one that is `text`; fails at the end of the stream."""
-    lines = []
-    for line in stream:
-        lines.append(line.rstrip("\n"))
-        if lines[-1] == text:
-            return lines
-    raise AssertionError(f"{text!r} did not come after {lines}")
 
 
 GIVEN_UP = """
