@@ -21,7 +21,6 @@ CODECS: tuple[Codec, ...] = (
     HalfPrecision("float16"),
     HalfPrecision("bfloat16"),
     Threshold(0.5, clip_every=None),
-    Threshold(0.5, clip_every=None),
     Threshold(clip_every=None),
     Threshold(1e-6, clip_every=None),
     TopK(0.01, momentum=0),
@@ -39,7 +38,7 @@ MANY_SHAPES = (*SHAPES, (1,), (0,), (3,), (2, 2), (9,))
 # A gradient moves a velocity, and is sent more than once in the long run.
 WITHOUT_MOMENTUM = [codec for codec in CODECS if not getattr(codec, "momentum", 0)]
 # Other settings of codecs that are here.
-_OTHERS = {repr(CODECS[index]) for index in (1, 3, 5, 6, 11)}
+_OTHERS = {repr(CODECS[index]) for index in (1, 4, 5, 10)}
 
 
 def _each(codecs: Sequence[Codec]) -> pytest.MarkDecorator:
