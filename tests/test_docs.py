@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import programs
 import psutil
 import pytest
 from absl import flags
@@ -214,20 +214,12 @@ def _run(arguments: list[str], directory: pathlib.Path, stdin: str | None = None
         text=True,
         timeout=240,
     )
-    _, alive = psutil.wait_procs(_started_by(directory), timeout=10)
+    started = [each for each in psutil.process_iter() if programs.carries(each, "TFDIST_TEST_DOCS", str(directory))]
+    _, alive = psutil.wait_procs(started, timeout=10)
     for process in alive:
         process.kill()
     assert not alive
     return done
-
-
-def _started_by(directory: pathlib.Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("TFDIST_TEST_DOCS") == str(directory):
-                found.append(process)
-    return found
 
 
 def _assert_trained(done: subprocess.CompletedProcess[str]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 
+import programs
 import psutil
 import pytest
 
@@ -26,18 +27,6 @@ while True: signal.pause()
 """
 TASKS = 4  # Chief, two workers, a ps.
 KILLS = pytest.mark.parametrize("kills", [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-
-
-def family(mark):
-    """Every process that carries the mark in its environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 @KILLS
@@ -64,7 +53,8 @@ def test_nobody_is_left_behind(kills, tmp_path):
                 victims |= seen(launcher, order.randint(0, 1))
             launcher.stdout.read()
             launcher.wait(30)
-        _, alive = psutil.wait_procs(family(mark), timeout=20)
+        family = [each for each in psutil.process_iter() if programs.carries(each, _MARK, mark)]
+        _, alive = psutil.wait_procs(family, timeout=20)
         left = [process.cmdline() for process in alive]
         for process in alive:
             process.kill()

@@ -62,13 +62,14 @@ class Program:
             process
             for process in psutil.process_iter()
             # /proc shows the environment that a fork's server began with.
-            if _carries(process, self._mark) or (process.pid == self.process.pid and self.process.poll() is None)
+            if carries(process, _MARK, self._mark) or (process.pid == self.process.pid and self.process.poll() is None)
         ]
 
 
-def _carries(process: psutil.Process, mark: str) -> bool:
+def carries(process: psutil.Process, variable: str, value: str) -> bool:
+    """Returns True if a process that has not ended has this in its environment."""
     try:
-        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
