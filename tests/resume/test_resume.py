@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pathlib
@@ -85,15 +86,18 @@ def _assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(value, each)
 
 
-def _assert_resumed(directory: pathlib.Path, model: Callable[[], keras.Model], **options: Any) -> None:
-    """Fails unless a training that is cut off and resumed ends with the weights of one that is not."""
+def _assert_resumed(
+    directory: pathlib.Path, model: Callable[[], keras.Model], kind: str, save_freq: int, after: int, **options: Any
+) -> tuple[Any, Any]:
+    """The histories of a resumed training and of one that was not cut off, whose weights it must have at the end."""
     uninterrupted = model()
-    _fit(uninterrupted, "arrays", [], **options)
+    history = _fit(uninterrupted, kind, [], **options)
     with pytest.raises(CutOffError):
-        _fit(model(), "arrays", [tfdist.callbacks.Resume(directory, 5), CutOff(17)], **options)
+        _fit(model(), kind, [tfdist.callbacks.Resume(directory, save_freq), CutOff(after)], **options)
     resumed = model()
-    _fit(resumed, "arrays", [tfdist.callbacks.Resume(directory, 5)], **options)
+    found = _fit(resumed, kind, [tfdist.callbacks.Resume(directory, save_freq)], **options)
     _assert_equal(_weights(resumed), _weights(uninterrupted))
+    return found, history
 
 
 @pytest.mark.parametrize(
@@ -107,14 +111,8 @@ def _assert_resumed(directory: pathlib.Path, model: Callable[[], keras.Model], *
 def test_it_goes_on_as_if_nothing_had_happened(
     tmp_path: pathlib.Path, kind: str, steps_per_execution: int, save_freq: int, after: int
 ):
-    uninterrupted = _model(steps_per_execution=steps_per_execution)
-    history = _fit(uninterrupted, kind, [])
-    with pytest.raises(CutOffError):
-        cut_off = _model(steps_per_execution=steps_per_execution)
-        _fit(cut_off, kind, [tfdist.callbacks.Resume(tmp_path, save_freq), CutOff(after)])
-    model = _model(steps_per_execution=steps_per_execution)
-    resumed = _fit(model, kind, [tfdist.callbacks.Resume(tmp_path, save_freq)])
-    _assert_equal(_weights(model), _weights(uninterrupted))
+    model = functools.partial(_model, steps_per_execution=steps_per_execution)
+    resumed, history = _assert_resumed(tmp_path, model, kind, save_freq, after)
     # The logs of the epoch that was interrupted are those of the whole epoch.
     for name, values in resumed.items():
         np.testing.assert_allclose(values, history[name][-len(values) :], rtol=1e-6)
@@ -138,7 +136,7 @@ def test_all_that_the_next_step_depends_on_is_kept(tmp_path: pathlib.Path, chang
         made: dict[str, Any] = {name: value() if callable(value) else value for name, value in change.items()}
         return _model(**made)
 
-    _assert_resumed(tmp_path, model, epochs=2)
+    _assert_resumed(tmp_path, model, "arrays", 5, 17, epochs=2)
 
 
 def test_a_training_that_has_ended_is_not_repeated(tmp_path: pathlib.Path):
