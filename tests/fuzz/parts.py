@@ -35,11 +35,9 @@ class Tied(layers.Layer):
     """x W and back: tanh(x W) W^T."""
 
     def build(self, shape: Any) -> None:
-        """See Keras."""
         self.kernel = self.add_weight(shape=(shape[-1], 5), name="kernel")
 
     def call(self, x: Any) -> Any:
-        """See Keras."""
         return tf.matmul(tf.tanh(tf.matmul(x, self.kernel)), tf.convert_to_tensor(self.kernel), transpose_b=True)
 
 
@@ -47,11 +45,9 @@ class Conditional(layers.Layer):
     """x W or -x W, by the sign of a weight."""
 
     def build(self, shape: Any) -> None:
-        """See Keras."""
         self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
 
     def call(self, x: Any) -> Any:
-        """See Keras."""
         kernel = tf.convert_to_tensor(self.kernel)
         return tf.cond(kernel[0, 0] > 0, lambda: tf.matmul(x, kernel), lambda: -tf.matmul(x, kernel))
 
@@ -60,7 +56,6 @@ class Penalty(layers.Layer):
     """Adds a loss: the mean of squares."""
 
     def call(self, x: Any) -> Any:
-        """See Keras."""
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
         return x
 
@@ -98,11 +93,9 @@ class Stepping(keras.Model):
     """A model of a step of its own."""
 
     def loss_of(self, x: Any, y: Any) -> tf.Tensor:
-        """See Keras."""
         return tf.reduce_mean((self(x, training=True) - y) ** 2)
 
     def updated(self, x: Any, y: Any) -> tf.Tensor:
-        """See Keras."""
         with tf.GradientTape() as tape:
             loss = self.loss_of(x, y)
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
@@ -110,44 +103,29 @@ class Stepping(keras.Model):
 
 
 class ByHand(Stepping):
-    """A model of a step of its own."""
-
     def train_step(self, data: Any) -> Any:
-        """See Keras."""
         return {"loss": self.updated(*data[:2])}
 
 
 class ComputeLoss(ByHand):
-    """A model of a step of its own."""
-
     def loss_of(self, x: Any, y: Any) -> tf.Tensor:
-        """See Keras."""
         return self.compute_loss(x, y, self(x, training=True))
 
 
 class ReadsKernel(ByHand):
-    """A model of a step of its own."""
-
     def loss_of(self, x: Any, y: Any) -> tf.Tensor:
-        """See Keras."""
         return super().loss_of(x, y) + 0.01 * tf.add_n([tf.reduce_sum(v**2) for v in self.trainable_variables])
 
 
 class DecaysBefore(Stepping):
-    """A model of a step of its own."""
-
     def train_step(self, data: Any) -> Any:
-        """See Keras."""
         for variable in self.trainable_variables:
             variable.assign(0.99 * tf.convert_to_tensor(variable))
         return {"loss": self.updated(*data[:2])}
 
 
 class ClipsAfter(Stepping):
-    """A model of a step of its own."""
-
     def train_step(self, data: Any) -> Any:
-        """See Keras."""
         loss = self.updated(*data[:2])
         for variable in self.trainable_variables:
             variable.assign(tf.clip_by_value(tf.convert_to_tensor(variable), -0.3, 0.3))
@@ -155,14 +133,11 @@ class ClipsAfter(Stepping):
 
 
 class CountsInConditional(Stepping):
-    """A model of a step of its own."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
 
     def train_step(self, data: Any) -> Any:
-        """See Keras."""
         tf.cond(self.count < 3, lambda: self.count.assign_add(1.0), lambda: self.count.assign(0.0))
         return {"loss": self.updated(*data[:2])}
 
