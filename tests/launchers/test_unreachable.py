@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NETWORK = ["unshare", "--map-root-user", "--net"]
 
@@ -26,7 +27,6 @@ def launch(*flags):
     return " ".join([sys.executable, "-m", "tfdist launch ssh --num_workers=1", *flags, "setup.py"])
 
 
-@pytest.mark.processes
 def test_a_host_without_a_route():
     done = in_own_network(launch("--hosts=10.1.2.3"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -36,7 +36,6 @@ def test_a_host_without_a_route():
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.processes
 def test_the_doctor_names_the_task():
     config = '{"cluster": {"worker": ["127.0.0.1:9001", "10.1.2.3:9001"]}, "task": {"type": "worker", "index": 0}}'
     done = in_own_network(f"ip link set lo up && TF_CONFIG='{config}' {sys.executable} -m tfdist doctor")
@@ -44,7 +43,6 @@ def test_the_doctor_names_the_task():
     assert "wrong   worker:1 at 10.1.2.3:9001: [Errno 101] Network is unreachable; check that" in done.stdout
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("flag", "words"),
     [

@@ -14,6 +14,7 @@ import pytest
 from tfdist import Cluster, Task
 from tfdist.launchers.supervise.processes import PortReservation
 
+pytestmark = pytest.mark.processes
 SCRIPT = """
 strategy = tfdist.ParameterServerStrategy(start_timeout_secs=60)
 print("chief", flush=True)
@@ -34,7 +35,6 @@ TRAIN_ON = "made.fit(tf.data.Dataset.from_tensors((X, Y)).repeat(), steps_per_ep
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.Path) -> None:
     """Each of them ends by itself: none is ended by the launcher, whose patience outlasts this test's."""
@@ -53,7 +53,6 @@ def test_launched_tasks_need_no_grace_when_the_chief_is_done(tmp_path: pathlib.P
     assert "has been gone" not in done.stdout + done.stderr
 
 
-@pytest.mark.processes
 def test_workers_and_parameter_servers_notice_that_the_chief_was_killed(tmp_path: pathlib.Path) -> None:
     with PortReservation(3) as reserved, contextlib.ExitStack() as stack:
         addresses = [f"127.0.0.1:{port}" for port in reserved.ports]
@@ -73,7 +72,6 @@ def test_workers_and_parameter_servers_notice_that_the_chief_was_killed(tmp_path
             assert f"{job}:0: the chief at {addresses[0]} has been gone" in tasks[job].output
 
 
-@pytest.mark.processes
 def test_a_worker_whose_chief_never_comes_ends_with_an_error(tmp_path: pathlib.Path) -> None:
     with PortReservation(3) as reserved:
         addresses = [f"127.0.0.1:{port}" for port in reserved.ports]

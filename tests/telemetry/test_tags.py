@@ -19,6 +19,11 @@ from telemetry_files import expected
 
 from tfdist.telemetry.update_log import Outcome, read_logs
 
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("ss") is None, reason="ss of iproute2 reads the kernel's counters"),
+]
+
 DECIDED, TIMED, MEASURED, INPUT, POLICY = "decided", "timed", "measured", "input", "policy"
 STEPS = 48
 
@@ -46,8 +51,6 @@ def of_kernel(pids):
                 found[pid][index] += int(count[1]) if count else 0
     return found
 """
-
-needs_ss = pytest.mark.skipif(shutil.which("ss") is None, reason="ss of iproute2 reads the kernel's counters")
 
 
 def _assert_close_bytes(told: list[int], counted: list[int]) -> None:
@@ -79,8 +82,6 @@ POLICIES = {
 }
 
 
-@needs_ss
-@pytest.mark.processes
 # An average's tags are those without a policy and its own.
 @pytest.mark.parametrize(
     "policy",
@@ -143,8 +144,6 @@ SERVED = {
 }
 
 
-@needs_ss
-@pytest.mark.processes
 # Several workers have the tags of BackupWorkers above.
 @pytest.mark.parametrize(
     "policy", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "BackupWorkers")), "SoftSync"]
