@@ -42,6 +42,11 @@ class Table:
         for replica in replicas:
             assert self.start(replica) is not None
 
+    def open(self, *replicas: int) -> None:
+        """Opens an update, in which these start."""
+        self.runner.open()
+        self.started(*replicas)
+
 
 @pytest.fixture(autouse=True)
 def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +66,7 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 
 
 def test_an_update_is_made_of_the_first_in_the_order_of_their_arrival(table: Table) -> None:
-    table.runner.open()
-    table.started(0, 1, 2)
+    table.open(0, 1, 2)
     assert table.contribute(2, 0)
     assert table.contribute(0, 0)
     assert not table.contribute(1, 0)
@@ -72,8 +76,7 @@ def test_an_update_is_made_of_the_first_in_the_order_of_their_arrival(table: Tab
 
 
 def test_who_is_late_is_dropped_and_starts_again_in_the_step_that_is_current(table: Table) -> None:
-    table.runner.open()
-    table.started(0, 1, 2)
+    table.open(0, 1, 2)
     table.contribute(0, 0)
     table.contribute(1, 0)
     table.runner.collect()
@@ -86,8 +89,7 @@ def test_who_is_late_is_dropped_and_starts_again_in_the_step_that_is_current(tab
 
 def test_nobody_starts_between_updates(table: Table) -> None:
     assert table.start(0) is None
-    table.runner.open()
-    table.started(0, 1)
+    table.open(0, 1)
     table.contribute(0, 0)
     table.contribute(1, 0)
     table.runner.collect()
@@ -112,8 +114,7 @@ def test_a_thread_that_is_wanted_elsewhere_is_let_go(table: Table) -> None:
 
 
 def test_collect_waits_for_what_is_delivered_not_for_what_is_announced(table: Table) -> None:
-    table.runner.open()
-    table.started(0, 1)
+    table.open(0, 1)
     table.contribute(0, 0)
     assert table.runner.arrive(1, 0)
     thread, results = in_thread(table.runner.collect)
@@ -130,8 +131,7 @@ def test_a_refused_replica_waits_until_it_is_needed() -> None:
             return replica > 0
 
     table = Table(policy=RefusesFirst(spares=1))
-    table.runner.open()
-    table.started(0, 1, 2)
+    table.open(0, 1, 2)
     assert not table.contribute(0, 0) and table.start(0) is None
     assert table.runner.waited_for() == "2 of worker:1, worker:2"
     table.runner.lose(1)
@@ -143,8 +143,7 @@ def test_a_refused_replica_waits_until_it_is_needed() -> None:
 
 
 def test_the_contribution_of_who_is_lost_is_withdrawn_and_another_takes_its_place(table: Table) -> None:
-    table.runner.open()
-    table.started(0, 1, 2)
+    table.open(0, 1, 2)
     table.contribute(0, 0)
     table.contribute(1, 0)
     assert not table.contribute(2, 0)
@@ -158,8 +157,7 @@ def test_the_contribution_of_who_is_lost_is_withdrawn_and_another_takes_its_plac
 
 
 def test_what_the_lost_deliver_is_ignored(table: Table) -> None:
-    table.runner.open()
-    table.started(0, 1, 2)
+    table.open(0, 1, 2)
     assert table.runner.arrive(1, 0)
     table.runner.lose(1)
     table.runner.lose(1)
@@ -205,8 +203,7 @@ def test_too_few_alive_is_said_at_once_and_an_error_after_the_timeout(table: Tab
 
 
 def test_one_that_comes_back_in_time_ends_the_stall(table: Table) -> None:
-    table.runner.open()
-    table.started(0)
+    table.open(0)
     table.contribute(0, 0)
     table.runner.lose(1)
     table.runner.lose(2)
@@ -224,8 +221,7 @@ def test_one_that_comes_back_in_time_ends_the_stall(table: Table) -> None:
 
 
 def test_a_delivery_that_takes_too_long_is_given_up(table: Table) -> None:
-    table.runner.open()
-    table.started(0, 1, 2)
+    table.open(0, 1, 2)
     table.contribute(0, 0)
     assert table.runner.arrive(1, 0)
     assert not table.contribute(2, 0)
@@ -240,8 +236,7 @@ def test_a_delivery_that_takes_too_long_is_given_up(table: Table) -> None:
     assert table.runner.collect(check)[0] == ["0 of 0", "2 of 0"]
     assert table.lines == ["a gradient of worker:1 was not delivered for 10 s; dropped"]
     table.runner.deliver(1, 0, "too late")
-    table.runner.open()
-    table.started(0, 1)
+    table.open(0, 1)
     table.contribute(0, 1)
     table.contribute(1, 1)
     assert table.runner.collect()[0] == ["0 of 1", "1 of 1"]
@@ -309,20 +304,17 @@ def test_failed_push_of_accepted_gradient_is_raised(table: Table) -> None:
 
 @pytest.mark.parametrize("is_end", [True, False])
 def test_what_a_late_replica_meets_is_said_and_no_error(table: Table, is_end: bool) -> None:
-    table.runner.open()
-    table.started(0, 1, 2)
+    table.open(0, 1, 2)
     table.contribute(0, 0)
     table.contribute(1, 0)
     table.runner.collect()
-    table.runner.open()
-    table.started(0, 1)
+    table.open(0, 1)
     table.contribute(0, 1)
     table.contribute(1, 1)
     # All that counts is there, and not collected yet.
     table.runner.fail(2, 0, LookupError("late words"), is_end)
     assert table.runner.collect()[1].contributors == (0, 1)
-    table.runner.open()
-    table.started(2, 0)
+    table.open(2, 0)
     table.contribute(2, 2)
     table.contribute(0, 2)
     assert table.runner.collect()[1].contributors == (2, 0)
@@ -348,8 +340,7 @@ def test_error_of_the_policy_is_raised_by_collect(fails_in: str, monkeypatch: py
 
 
 def test_silence_is_an_error_after_the_timeout(table: Table) -> None:
-    table.runner.open()
-    table.started(0, 1, 2)
+    table.open(0, 1, 2)
 
     def check() -> None:
         table.clock.now += 30
@@ -359,8 +350,7 @@ def test_silence_is_an_error_after_the_timeout(table: Table) -> None:
 
 
 def test_who_gives_up_may_start_again(table: Table) -> None:
-    table.runner.open()
-    table.started(0)
+    table.open(0)
     assert table.start(0) is None
     table.runner.give_up(0)
     assert table.start(0) == 0
