@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -27,10 +26,6 @@ def _outer() -> Any:
     return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
 
 
-def _averaging(every_steps: int, **kwargs: Any) -> Callable[[], list[Any]]:
-    return lambda: [tfdist.ParameterAveraging(every_steps, **kwargs)]
-
-
 def _train(policies: list[Any], callbacks: list[Any]) -> tuple[list[np.ndarray], Any]:
     keras.utils.set_random_seed(7)
     strategy = tfdist.MirroredStrategy(DEVICES, policies=policies)
@@ -47,7 +42,7 @@ def _train(policies: list[Any], callbacks: list[Any]) -> tuple[list[np.ndarray],
     ("policies", "save_freq", "after"),
     [
         # What is saved is an average; so a checkpoint is not to come between two of them.
-        pytest.param(_averaging(3, outer=_outer), 6, 21, id="outer", marks=pytest.mark.slow),
+        pytest.param(lambda: [tfdist.ParameterAveraging(3, outer=_outer)], 6, 21, id="outer", marks=pytest.mark.slow),
         pytest.param(lambda: [tfdist.Warmup(epochs=1)], 5, 8, id="epochs"),
     ],
 )
