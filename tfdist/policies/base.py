@@ -56,9 +56,13 @@ def _answering(of: type, name: str, method: Callable[..., Any]) -> Callable[...,
 class Policy:
     """Base class of the objects in a strategy's `policies=[...]`. One object belongs to one strategy."""
 
+    # True for a class that is not of tfdist.
+    _is_users = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, given in list(vars(cls).items()) if not cls.__module__.startswith("tfdist.") else ():
+        cls._is_users = not cls.__module__.startswith("tfdist.")
+        for name, given in list(vars(cls).items()) if cls._is_users else ():
             getter = given.fget if isinstance(given, property) else None
             is_method = getter or (callable(given) and not isinstance(given, type))
             inherited = getattr(super(cls, cls), name, None)
@@ -445,7 +449,8 @@ class Aggregation(Policy):
         ended, self._ended = self._ended, []
         self._surplus.clear()
         self.stepped()
-        self._check_needed()
+        if self._is_users:
+            self._check_needed()
         changes, self._changes = self._changes, []
         # Without a call for each: this is on the way of every step.
         replicas, _, arrivals, _, staleness, weights, *_ = zip(*accepted, strict=True)
