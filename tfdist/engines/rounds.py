@@ -15,7 +15,7 @@ How an update flows:
       logs  <---------------------------------------------------------------------
 
 Only control traffic and the logs cross the chief. A late gradient is not sent: it stays on its worker. Small gradients
-are sent by `contribute`, late or not, and `push` makes no call: a call costs more than they do.
+are sent by `contribute`, late or not, and there is no `push`: a call costs more than they do.
 
 Ownership: `RoundRunner` owns the policy and its lock. A worker's thread belongs to the coordinator, which detects the
 loss of the worker. A closure of this engine *resides* in the thread, and returns it as soon as another function is
@@ -304,7 +304,8 @@ class RoundEngine(Engine):
                     if is_last:
                         residence.iterator.feed.at_end.add(worker)
                 if runner.arrive(worker, local_step, input_secs):
-                    runner.deliver(worker, local_step, step.push(*contribution))
+                    pushed = step.push(*contribution) if step.push else contribution
+                    runner.deliver(worker, local_step, pushed)
             except Exception as error:
                 if coordinator.is_task_failure(error):
                     self._lose(worker)
@@ -344,8 +345,8 @@ class RoundStep:
 
     Attributes:
       contribute: the traced function of `contribute_next`.
-      push: sends a contribution from its worker, the default device, to the parameter servers; returns one that
-        `contribute` has sent.
+      push: sends a contribution from its worker, the default device, to the parameter servers; returns what is there.
+        None if `contribute` has sent it.
       rebuild: packs flat logs into what Keras' step returns.
     """
 
@@ -390,9 +391,8 @@ class RoundStep:
         )
         scope_checks.check_graph(step, self.contribute)
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[: -1 - self._marks_end]]
-        is_sent = self._bundles.are_small
-        self.push = (lambda *sent: sent) if is_sent else self._trace(self._to_servers, self._specs)
-        if self._encoding is not None:
+        self.push = None if self._bundles.are_small else self._trace(self._to_servers, self._specs)
+        if self.push is not None and self._encoding is not None:
             self.push = functools.partial(_push_encoded, self._encoding, self.push)
         self._packing = Packing()
         self.rebuild = self._packing.rebuild

@@ -210,7 +210,8 @@ class StreamEngine(rounds.RoundEngine):
         # After the variables were read: an earlier delay would not make the gradient stale.
         delay_hook.before_contribution(worker, next(self._attempts[worker]))
         if self._runner.is_wanted(worker, local_step, input_secs):
-            self._runner.hand_over(worker, local_step, step.push(*contribution), input_secs)
+            pushed = step.push(*contribution) if step.push else contribution
+            self._runner.hand_over(worker, local_step, pushed, input_secs)
         feed.used(worker)
         if is_last:
             feed.ended(worker)

@@ -356,10 +356,10 @@ def update_weighing(
     found = weight(sample_weight is None and is_number)
     if not is_number:
         return update_state(values, sample_weight)
-    weight = tf.cast(found if sample_weight is None else sample_weight, tf.float32)
+    known = tf.cast(found if sample_weight is None else sample_weight, tf.float32)
     # Where it is 0, the number may be NaN, as a mean of no examples is.
-    values = tf.where(weight > 0, values, tf.zeros_like(values))
-    return update_state(values, sample_weight=weight)
+    values = tf.where(known > 0, values, tf.zeros_like(values))
+    return update_state(values, sample_weight=known)
 
 
 def forget_added(model: keras.Model) -> None:
