@@ -500,10 +500,10 @@ def test_lines_to_the_user_are_logged_behind_one_prefix():
 MOST_FILES = 222
 MOST_WITH_ONE_IMPORTER = 40
 MOST_IN_COMPAT = 23
-MOST_LINES = 824
+MOST_LINES = 815
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 52_303, ("tfdist", "js"): 1_433, ("tests", "py"): 42_249}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 51_781, ("tfdist", "js"): 1_433, ("tests", "py"): 41_568}
 
 
 @functools.cache
