@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPUs and memory of this process: counts, busy time, and settings of glibc's `malloc`. No TensorFlow import.
+"""CPUs, memory and environment of this process, and settings of glibc's `malloc`. No TensorFlow import.
 
 TensorFlow allocates the tensors of a step with the C library's `malloc`, and frees them in the same step. glibc returns
 large blocks to the kernel at once. The next step gets them again, page by page and zeroed. With 25 million parameters
@@ -15,8 +15,10 @@ nothing is changed here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator, Mapping
 
 # Columns of /proc/stat: user, nice, system, irq, softirq, and steal, which is the time of other virtual machines.
 _BUSY = (1, 2, 3, 6, 7, 8)
@@ -34,6 +36,25 @@ _TOP_PAD = 64 << 20
 def usable_cpus() -> int:
     """Returns the number of CPUs that this process may run on; all of the host's where there is no CPU affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Within this block these environment variables have these values; None for one that is not set."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _set(values)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def busy_secs() -> float | None:

@@ -317,6 +317,8 @@ def test_an_error_of_the_policy_is_the_chiefs_and_blames_no_worker(kind: type[Ex
         running.contribute(1, 0)
         with pytest.raises(kind, match="of my own policy"):
             running.clients[0].wait(1, 0)
+        with pytest.raises(ConnectionError, match="the policy has failed; the update of step 0 can't be made"):
+            running.clients[0].wait(1, 0)
         with pytest.raises(ConnectionError, match="is gone: it closed the connection"):
             running.clients[1].wait(1, 0)
         assert not running.clients[0].lost and not running.clients[1].lost

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -337,6 +338,17 @@ def test_error_of_the_policy_is_raised_by_collect(fails_in: str, monkeypatch: py
         assert table.start(0) is None
     with pytest.raises(ZeroDivisionError, match="of my own policy"):
         table.runner.collect(lambda: setattr(table.clock, "now", table.clock.now + 30))
+
+
+def test_an_update_is_made_after_one_whose_hook_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = BackupWorkers(spares=1)
+    monkeypatch.setattr(policy, "stepped", mock.Mock(side_effect=[ZeroDivisionError("of my own policy"), None]))
+    table = Table(policy=policy)
+    for expected in (pytest.raises(ZeroDivisionError, match="of my own policy"), contextlib.nullcontext()):
+        with expected, table.runner.wanted():
+            table.started(0, 1)
+            assert table.contribute(0, policy.step) and table.contribute(1, policy.step)
+            assert table.runner.collect()[1].contributors == (0, 1)
 
 
 def test_silence_is_an_error_after_the_timeout(table: Table) -> None:

@@ -141,7 +141,9 @@ class QuorumClient:
                 if self._ended_pass >= number:
                     return None
                 if isinstance(self._error, Exception):
-                    raise self._error
+                    # Once: its traceback keeps the data of the call alive.
+                    error, self._error = self._error, "the policy has failed"
+                    raise error
                 if self._error is not None:
                     raise ConnectionError(f"{self._error}; the update of step {step} can't be made")
                 if self._clock() - max(began, self._moved_at) >= self._stall_timeout_secs:

@@ -322,6 +322,8 @@ class RoundRunner:
     def _abandon(self) -> None:
         # The next update may be of another model, so no present contribution may enter it.
         self._error = None
+        # An update whose hooks have raised was counted.
+        self._step = self._policy.step
         for replica in range(len(self._names)):
             self._policy.withdraw(replica, self._clock())
             self._forget(replica)

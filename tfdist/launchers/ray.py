@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 from absl import flags
 
-from tfdist import _log, _sockets
+from tfdist import _log, _machine, _sockets
 from tfdist.cluster import NOTICES_VARIABLE, Task
 from tfdist.launchers import command_line, local, requests, shape
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, json_object, setting
@@ -53,6 +53,8 @@ SCRIPT are passed to it. All nodes need tfdist, and SCRIPT unless --copy sends i
 """
 # Index of a task's bundle, in its environment.
 _BUNDLE_VARIABLE = "TFDIST_RAY_BUNDLE"
+# Of 20 attempts to connect, each takes 40 s where the head is lost.
+_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"
 # Ray's names of resources that are options of an actor.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 # Intervals of looks at what is waited for, and of the lines about resources that are missing.
@@ -370,8 +372,8 @@ def _submit(job: RayJob, runtime_env: Mapping[str, Any], logs: LogSettings) -> i
             head = job.address.removeprefix("ray://")
             if head != "auto" and (error := _sockets.connection_error(head, _ANSWER_SECS)):
                 raise error  # Ray itself would try for minutes.
-            os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # Attempts, of 40 s where the head is lost.
-            ray.init(job.address, runtime_env=runtime_env or None, log_to_driver=False, logging_level=logging.ERROR)
+            with _machine.environment({_ATTEMPTS: os.environ.get(_ATTEMPTS, "1")}):
+                ray.init(job.address, runtime_env=runtime_env or None, log_to_driver=False, logging_level=logging.ERROR)
         if not job.directory and not ray.get_runtime_context().runtime_env.get("working_dir"):
             job = dataclasses.replace(job, directory=str(pathlib.Path.cwd()))
         actors = Actors(job)

@@ -18,7 +18,7 @@ from unittest import mock
 from absl import flags
 
 import tfdist
-from tfdist import _files
+from tfdist import _files, _machine
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import check_command
 from tfdist.planning.profile import Profile
@@ -56,12 +56,9 @@ def _first_device() -> str:
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
-@contextlib.contextmanager
-def environment() -> Iterator[None]:
+def environment() -> contextlib.AbstractContextManager:
     """Within the block there is no cluster, and one GPU; call it before TensorFlow is imported."""
-    with mock.patch.dict(os.environ, {_GPUS: os.environ.get(_GPUS, "0").split(",")[0]}):
-        os.environ.pop(_CLUSTER, None)
-        yield
+    return _machine.environment({_CLUSTER: None, _GPUS: os.environ.get(_GPUS, "0").split(",")[0]})
 
 
 _USAGE = """\

@@ -233,6 +233,9 @@ class Aggregation(Policy):
             for each, since in self._idle_since.items():
                 self._idle_since[each] = min(time, since + unwanted_secs)
         self._opened_at = time
+        if self._is_users:
+            # Not before: a policy may know nothing of a step that is never made.
+            self._check_needed()
 
     def limit(self, count: int) -> None:
         """Lets only `count` of the living replicas take part from now on.
@@ -449,8 +452,6 @@ class Aggregation(Policy):
         ended, self._ended = self._ended, []
         self._surplus.clear()
         self.stepped()
-        if self._is_users:
-            self._check_needed()
         changes, self._changes = self._changes, []
         # Without a call for each: this is on the way of every step.
         replicas, _, arrivals, _, staleness, weights, *_ = zip(*accepted, strict=True)

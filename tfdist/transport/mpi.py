@@ -449,17 +449,10 @@ def _ending_if_alone(check: Callable[[], None], timeout_secs: float) -> Iterator
         is_over.set()
 
 
-@contextlib.contextmanager
-def _environment(added: Mapping[str, str]) -> Iterator[None]:
+def _environment(added: Mapping[str, str]) -> contextlib.AbstractContextManager:
     """Within the block, these variables take the place of those of any MPI launcher."""
-    before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_OF_LAUNCHERS)}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+    of_launchers = [name for name in os.environ if name.startswith(_OF_LAUNCHERS)]
+    return _machine.environment({**dict.fromkeys(of_launchers), **added})
 
 
 def _mpi4py() -> Any:
