@@ -60,7 +60,7 @@ def test_a_plan_as_text(form, monkeypatch):
         ),
         ({"image": "a b"}, "--image is no name of an image"),
         ({"name": ""}, "--name makes hosts with names of"),
-        ({"name": "Run_1"}, "--name is no name for Kubernetes; use a-z, 0-9 and dashes. Received: 'Run_1'"),
+        ({"name": "Run_1"}, "--name is no name for Kubernetes; begin with a-z, go on with a-z, 0-9 and dashes"),
         ({"name": "1run"}, "--name is no name for Kubernetes"),
         ({"name": "a" * 64}, "--name is longer than 63 characters"),
         (

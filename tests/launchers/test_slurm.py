@@ -59,8 +59,8 @@ def test_what_is_planned_is_shell():
         ({"time": '1"'}, "--time has a character that a batch script can't hold"),
         ({"sbatch": ("--array=1-4",)}, "--sbatch can't change the tasks of a job"),
         ({"sbatch": ("-n4",)}, "--sbatch can't change the tasks of a job"),
-        ({"sbatch": ("exclusive",)}, "--sbatch is not an option; write --sbatch=--exclusive"),
-        ({"srun": ("none",)}, "--srun is not an option; write --srun=--mpi=none"),
+        ({"sbatch": ("exclusive",)}, "--sbatch has no dashes before its option; write --sbatch=--exclusive"),
+        ({"srun": ("mpi=none",)}, "--srun has no dashes before its option; write --srun=--mpi=none"),
         ({"command": ("a.py", "\0")}, "an argument has a zero byte"),
     ],
 )

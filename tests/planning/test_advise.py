@@ -142,6 +142,8 @@ def test_a_measured_network_is_taken_from_a_file(tmp_path, capsys):
         (["--workers=two"], "--workers must be integers"),
         (["--network=10Gbut"], "--network has no known unit; write it like 10Gbit or 1GB/s. Received: '10Gbut'"),
         (["--network=-10Gbit"], "--network"),
+        (["--network=10"], "--network has no known unit; write it like 10Gbit or 1GB/s. Received: '10'"),
+        (["--latency=50"], "--latency has no known unit; write it like 50us or 0.1s. Received: '50'"),
         (["--network=0Gbit"], "--network must be greater than 0"),
         (["--network=none.json"], "--network can't be read: No such file or directory; write it with tfdist doctor"),
         (["--latency=5lightyears"], "--latency has no known unit"),

@@ -356,6 +356,16 @@ def test_overlap_hides_communication_under_the_step_of_the_cluster() -> None:
     assert found.updates_per_sec == pytest.approx(10.0, rel=0.02)
 
 
+def test_latency_of_messages_is_no_computing() -> None:
+    cluster = ClusterModel(workers=4, compute=constant(0.1), network=NetworkModel(bandwidth=1e9, latency_secs=1.0))
+    found = simulate(cluster, ModelProfile(dense_bytes=4.0), strategy="ParameterServerStrategy", num_updates=40)
+    assert (found.computing_share, found.transfer_share) == (
+        pytest.approx(0.1 / 2.1, rel=0.05),
+        pytest.approx(2 / 2.1, rel=0.05),
+    )
+    assert found.limit.startswith("transfers: ")
+
+
 @pytest.mark.parametrize("every_steps", [1, 10])
 def test_local_steps_of_averaging_pay_for_their_updates(every_steps: int) -> None:
     cluster = ClusterModel(workers=4, compute=constant(0.1), network=NetworkModel(bandwidth=1e12, latency_secs=0.0))

@@ -102,6 +102,11 @@ def test_own_policy_without_an_answer_is_named_in_one_line(name: str):
         _run(_own(**{name: property(method) if name == "replicas_to_aggregate" else method}))
 
 
+def _init(self: Any, spares: int) -> None:
+    tfdist.BackupWorkers.__init__(self, spares)
+    self.lost = 0
+
+
 class _Unmade(tfdist.BackupWorkers):
     def __init__(self):
         pass
@@ -135,6 +140,11 @@ class _Unmade(tfdist.BackupWorkers):
         ),
         (lambda: _run(_own(replicas_to_aggregate=property(str))), "Own.replicas_to_aggregate must return the number"),
         (lambda: _run(_own(updated=lambda self, time: 3)), "Own.updated must return the Update that super().updated("),
+        (
+            lambda: _run(_own(accepts=lambda self, replica, secs: secs)),
+            "Own.accepts must return True or False. Received: ",
+        ),
+        (lambda: _run(_own(__init__=_init)), "Own.lost is a method, which an attribute hides; rename that one"),
     ],
 )
 def test_own_policy_that_could_not_work_is_one_line(make: Callable[[], object], words: str):

@@ -131,7 +131,7 @@ _NO_FLAG = (
     ("ssh", "ssh_(options?|args)", "write each option by itself, such as --ssh=-p2222 --ssh=-iKEY"),
     ("ssh", r"(ssh_)?pass\w*", "a login needs a key, which ssh-copy-id HOST brings there"),
     ("refresh_secs", "port|host|bind_all", "it writes to the terminal; the page is in TensorBoard"),
-    ("runtime_env", r"head|submission_id|no_wait|entrypoint_\w+|metadata_json", "ray job submit has it, before --"),
+    ("runtime_env", r"submission_id|no_wait|entrypoint_\w+|metadata_json", "ray job submit has it, before --"),
     ("sbatch", "array|a", "a job is one cluster; submit it several times"),
     ("sbatch", _NODES, "they are all tasks (--num_workers and others) divided by --tasks_per_node"),
     ("hosts", _NODES, "--hosts names them, as in --hosts=a:4,b:4 for 4 tasks on each"),

@@ -93,9 +93,9 @@ def _pairs(settings: Sequence[str]) -> dict[str, str]:
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not _VARIABLE.fullmatch(name):
-            raise LaunchError(f"--env has no name of a variable; write NAME=VALUE. Received: {setting!r}")
+            raise LaunchError(f"--env has no name of a variable; write --env=NAME=VALUE. Received: {setting!r}")
         if not equals and name not in os.environ:
-            raise LaunchError(f"--env={name} takes the value from here, where it is not set; write {name}=VALUE")
+            raise LaunchError(f"--env={name} takes the value from here, where it is not set; write --env={name}=VALUE")
         found[name] = value if equals else os.environ[name]
         if "\0" in found[name]:
             raise LaunchError(f"--env={name} has a zero byte, which no environment can hold; remove it")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import pathlib
@@ -88,10 +87,7 @@ def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network
     path = pathlib.Path(text)
     if path.suffix == ".json" or path.is_file():
         return _from_file(path, latency, software)
-    given: float | str = text
-    with contextlib.suppress(ValueError):
-        given = float(text)
-    bandwidth = models.bytes_per_sec(given, "--network")
+    bandwidth = models.bytes_per_sec(text, "--network")
     latency_secs = models.secs(latency or "50us", "--latency")
     return Network(bandwidth, latency_secs, software, f"{text}, {1e6 * latency_secs:.0f} us")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from absl import flags
 import tfdist.flags
 from tfdist import _files, _log
 from tfdist.launchers import command_line
-from tfdist.launchers.requests import LaunchError, make_folder
+from tfdist.launchers.requests import LaunchError
 from tfdist.planning.simulation import engines, simulate
 from tfdist.planning.simulation.delay_distributions import BUILDERS
 from tfdist.planning.simulation.models import ClusterModel, CodecModel, ModelProfile, NetworkModel, SparseTable
@@ -82,8 +81,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
     if values.json:
-        missing = [each for each in pathlib.Path(values.json).parents if not each.exists()]
-        _files.check_writable(missing[-1] if missing else values.json, "--json")
+        _files.check_writable(values.json, "--json")
     try:
         _check_used(values)
         result = _simulate(values)
@@ -93,7 +91,6 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
         _log.say("simulated is ParameterServerStrategy with one parameter server; --servers and --strategy change it")
     sys.stdout.write(f"{result}\n")
     if values.json:
-        make_folder("--json", pathlib.Path(values.json).parent)
         _files.write(values.json, json.dumps(result.to_dict(), indent=2) + "\n")
     return 0
 

@@ -31,7 +31,7 @@ _empty_window = functools.partial(collections.deque, maxlen=32)
 # Overridable methods with an answer. Without it no gradient would be accepted, or an error would name neither.
 _ANSWERS: dict[str, tuple[type, str]] = {
     "replicas_to_aggregate": (numbers.Integral, "the number of gradients of an update, an integer"),
-    "accepts": (object, "True or False"),
+    "accepts": (bool, "True or False"),
     "state": (dict, "a dict"),
     "updated": (Update, "the Update that super().updated(time) returns"),
 }
@@ -46,7 +46,10 @@ def _answering(of: type, name: str, method: Callable[..., Any]) -> Callable[...,
 
     @functools.wraps(method)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        if (found := method(*args, **kwargs)) is None or not isinstance(found, kind):
+        found = method(*args, **kwargs)
+        # NumPy's, too.
+        is_right = type(found).__name__ in ("bool", "bool_") if kind is bool else isinstance(found, kind)
+        if not is_right:
             raise TypeError(f"{of.__name__}.{name} must return {meaning}. Received: {found!r}")
         return found
 
@@ -97,9 +100,12 @@ class Policy:
         return f"{type(self).__name__}(...)"
 
     def check_made(self) -> None:
-        """Raises TypeError if the constructor of a user's class has not called that of its base class."""
+        """Raises TypeError if the constructor of a user's class has not called that of its base, or hides a method."""
         if "_total" not in vars(self):
             raise TypeError(f"{type(self).__name__}.__init__ must begin with super().__init__(...)")
+        for name in vars(self) if self._is_users else ():
+            if inspect.isfunction(inspect.getattr_static(type(self), name, None)):
+                raise TypeError(f"{type(self).__name__}.{name} is a method, which an attribute hides; rename that one")
 
     def begin(self, total_num_replicas: int, strategy: str) -> None:
         """Binds this policy to a strategy. Called once, by the constructor of the strategy.

@@ -308,7 +308,7 @@ class _Postponed:
 
 
 class _Thread(threading.local):
-    """What holds for the variables in this thread: who is told of writes, what is postponed, and the part updated."""
+    """State of the variables in a thread: who is told of writes, what is postponed, and the part updated."""
 
     watchers: tuple[Callable[[CoordinatedVariable], None], ...] = ()
     postponed: _Postponed | None = None

@@ -74,7 +74,7 @@ _listeners = Listeners()
 
 
 class _Thread(threading.local):
-    """What a thread does.
+    """State of a thread.
 
     Attributes:
       default_scopes: number of scopes of the default strategy that it is in.

@@ -151,7 +151,8 @@ def check_pods(pods: Pods) -> None:
         )
     for flag, name in (("name", pods.name), ("namespace", pods.namespace), *(("claim", c) for c in pods.claims)):
         if name and not _NAME.fullmatch(name):
-            raise LaunchError(f"--{flag} is no name for Kubernetes; use a-z, 0-9 and dashes. Received: {name!r}")
+            form = "begin with a-z, go on with a-z, 0-9 and dashes, and end without a dash"
+            raise LaunchError(f"--{flag} is no name for Kubernetes; {form}. Received: {name!r}")
         if len(name) > _LABEL:
             raise LaunchError(f"--{flag} is longer than {_LABEL} characters; use a shorter one. Received: {name!r}")
     longest = max((f"{pods.name}-{task.type}-0-{task.index}" for task in pods.shape.tasks), key=len)

@@ -100,10 +100,11 @@ class SlurmJob(slurm_job.Limits, StepSettings, Job):
             )
 
     def _check_texts(self) -> None:
-        for flag, given, example in (("sbatch", self.sbatch, "--exclusive"), ("srun", self.srun, "--mpi=none")):
+        for flag, given in (("sbatch", self.sbatch), ("srun", self.srun)):
             for option in given:
                 if not option.startswith("-"):
-                    raise LaunchError(f"--{flag} is not an option; write --{flag}={example}. Received: {option!r}")
+                    remedy = f"write --{flag}=--{option}"
+                    raise LaunchError(f"--{flag} has no dashes before its option; {remedy}. Received: {option!r}")
         if taken := [option for option in self.sbatch if _IS_SHAPE.match(option)]:
             raise LaunchError(
                 "--sbatch can't change the tasks of a job, which is one cluster; use --num_workers and "

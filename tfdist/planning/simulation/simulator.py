@@ -266,7 +266,7 @@ def _result(
     alone = [1.0 / each if (each := times.mean_secs(replica)) else float("inf") for replica in range(replicas)]
     all_alone = model.batch_size * engine.devices_per_replica * sum(alone)
     examples_per_sec = count * examples / secs if secs else float("inf")
-    computing, transfer = _busy_secs(loop.gradients, secs)
+    computing, transfer = _busy_secs(loop.gradients, secs, costs.gradient_secs)
     total = max(secs * replicas, 1e-300)
     computing_share, transfer_share = computing / total, transfer / total
     held_share = max(0.0, 1.0 - computing_share - transfer_share)
@@ -290,14 +290,22 @@ def _result(
     )
 
 
-def _busy_secs(records: result.GradientRecords, until: float) -> tuple[float, float]:
-    """Returns the seconds of all replicas together in which they computed, and in which they fetched or sent."""
+def _busy_secs(records: result.GradientRecords, until: float, latency_secs: float) -> tuple[float, float]:
+    """Returns the seconds of all replicas together in which they computed, and in which they fetched or sent.
+
+    Args:
+      records: the gradients, to whose computing `latency_secs` was added.
+      until: the end of the simulation.
+      latency_secs: of the messages of a gradient, and its encoding.
+    """
     computing = transfer = 0.0
     for started, received, computed, arrived in zip(
         records.started, records.received, records.computed, records.arrived, strict=True
     ):
-        computing += max(0.0, min(computed, until) - received)
-        transfer += max(0.0, min(arrived, until) - computed) + received - started
+        busy = max(0.0, min(computed, until) - received)
+        latency = min(busy, latency_secs)
+        computing += busy - latency
+        transfer += max(0.0, min(arrived, until) - computed) + received - started + latency
     return computing, transfer
 
 
