@@ -102,8 +102,9 @@ def test_second_interrupt_before_the_first_is_seen_ends_no_process(monkeypatch: 
     escape, told = InterruptEscape(lambda: "nobody", grace_secs=0.1), []
     before = signal.signal(signal.SIGINT, lambda *_: told.append("told"))
     try:
+        others = threading.enumerate()  # That of an earlier test may be ending.
         escape.install()
-        (watch,) = [each for each in threading.enumerate() if each.name == "tfdist-interrupt"]
+        (watch,) = [each for each in threading.enumerate() if each.name == "tfdist-interrupt" and each not in others]
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         handled.set()

@@ -213,6 +213,7 @@ class FakeDataset:
         self._shares = list(shares)
         self._known = known
         self.kind = worker_batch.kind_of(cluster, self.element_spec)
+        self.next_one = worker_batch.WorkerBatch(self.kind)
 
     @property
     def cardinality(self) -> int:
