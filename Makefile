@@ -28,10 +28,10 @@ demo: venv  ## train the digits experiment under every strategy (under 3 minutes
 chaos: venv  ## train while a random task is killed every 10 s (about 10 minutes); FLAGS=... adds flags
 	@$(BIN)/python experiments/chaos/run.py --flagfile=experiments/chaos/chaos.flags $(FLAGS)
 
-test: venv  ## run all tests but the slow ones (20 minutes of 2 cores); FLAGS=... adds pytest's flags
+test: venv  ## run all tests but the slow ones (14 to 20 minutes of 2 cores); FLAGS=... adds pytest's flags
 	$(PYTEST) $(PARALLEL) $(REPORT) $(FLAGS)
 
-test-all: venv  ## the same and the slow ones (about an hour)
+test-all: venv  ## the same and the slow ones (hours)
 	$(PYTEST) $(PARALLEL) $(REPORT) -m "not slurm and not real_ssh" $(FLAGS)
 
 # Two environments of their own, .venv-oldest and .venv-newest.
@@ -94,7 +94,7 @@ release: python  ## build a release into dist/ and try it in empty environments 
 fuzz: venv  ## train random models on one device and under each strategy; FLAGS="--seed=N --count=1 --strategy=..."
 	@$(BIN)/python tests/fuzz $(FLAGS)
 
-bench: venv-bench  ## measure against stock TensorFlow (about an hour); FLAGS="--rows=... --sizes=..."
+bench: venv-bench  ## measure against stock TensorFlow (hours); FLAGS="--rows=... --sizes=..."
 	$(BIN)/python benchmarks/run.py $(FLAGS)
 
 bench-torch: python  ## measure against PyTorch's DistributedDataParallel, and Keras on PyTorch and JAX (half an hour)
