@@ -65,6 +65,9 @@ class _Session:
         if not xla:
             trainer.Trainer.jit_compile = property(lambda self: False, lambda self, value: None)
         if kind == "multi":
+            # `get_test_data` seeds by chance, and all workers must have the same data.
+            seed = np.random.seed
+            np.random.seed = lambda given=None: seed(0 if given is None else given)
             self._share_temporary_directories()
             self._remove_files_together()
 
