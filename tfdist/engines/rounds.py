@@ -598,10 +598,7 @@ def _is_first_step(model: Any) -> bool:
     Call it outside of a graph. It reads variables, so call it only if the result matters.
     """
     return not any(
-        float(keras.ops.convert_to_numpy(variable))
-        for metric in model.metrics
-        for variable in metric.variables
-        if "count" in variable.path
+        float(keras.ops.convert_to_numpy(variable)) for variable in model.metrics_variables if "count" in variable.path
     )
 
 

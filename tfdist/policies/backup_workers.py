@@ -102,10 +102,8 @@ class BackupWorkers(base.Aggregation):
                 f'BackupWorkers(max_spares=...) is for spares="auto" only. Received: spares={spares!r}, '
                 f"max_spares={max_spares!r}"
             )
-        if max_spares is not None and not _checks.is_count(max_spares, at_least=1):
-            raise ValueError(
-                f"BackupWorkers(max_spares=...) must be an integer of at least 1. Received: max_spares={max_spares!r}"
-            )
+        if max_spares is not None:
+            _checks.check_count("BackupWorkers", "max_spares", max_spares)
         self._asked: int | Literal["auto"] = spares
         self._max_spares = max_spares
         self._spares = 0 if spares == "auto" else spares

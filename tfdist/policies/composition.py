@@ -130,13 +130,13 @@ def check_policies(
                 f"policies: {policy!r} and transforms don't go together under {strategy}: {reason}. "
                 f"Received: transforms={list(transforms)!r}"
             )
+    is_averaged = any(isinstance(policy, ParameterAveraging) for policy in policies)
     for policy in policies:
         if isinstance(policy, Compression) and devices_per_replica > 1:
             raise ValueError(
                 f"policies: {policy!r} does not go with devices_per_replica={devices_per_replica!r}: it encodes the "
                 f"gradients of one device per worker; leave it away, or use devices_per_replica=1. {received}"
             )
-        is_averaged = any(isinstance(each, ParameterAveraging) for each in policies)
         if isinstance(policy, Compression) and is_averaged and getattr(policy.codec, "momentum", 0):
             raise ValueError(
                 f"policies: {policy!r} has momentum, by which a difference of parameters would count several times; "

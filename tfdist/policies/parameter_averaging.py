@@ -54,11 +54,7 @@ class ParameterAveraging(base.Policy):
         outer: OuterOptimizer | Callable[[], OuterOptimizer] | Literal["mean"] = "mean",
     ) -> None:
         super().__init__()
-        if not _checks.is_count(every_steps, at_least=1):
-            raise ValueError(
-                "ParameterAveraging(every_steps=...) must be an integer of at least 1. "
-                f"Received: every_steps={every_steps!r}"
-            )
+        _checks.check_count("ParameterAveraging", "every_steps", every_steps)
         if optimizer_state not in _STATES:
             raise ValueError(
                 f"ParameterAveraging(optimizer_state=...) must be one of {', '.join(map(repr, _STATES))}. "

@@ -117,11 +117,7 @@ class DropStale(base.Policy):
 
     def __init__(self, max_staleness: int) -> None:
         super().__init__()
-        if not _checks.is_count(max_staleness, at_least=0):
-            raise ValueError(
-                "DropStale(max_staleness=...) must be an integer of at least 0. "
-                f"Received: max_staleness={max_staleness!r}"
-            )
+        _checks.check_count("DropStale", "max_staleness", max_staleness, at_least=0)
         self.max_staleness = max_staleness
 
     def __repr__(self) -> str:

@@ -390,8 +390,7 @@ def variables_of(model: keras.Model) -> list[Any]:
 
 def metrics_of(model: keras.Model) -> list[Any]:
     """Returns the variables of the model's metrics, each once."""
-    found = [*model.metrics_variables, *(variable for metric in model.metrics for variable in metric.variables)]
-    return list({id(variable): variable for variable in found}.values())
+    return list({id(variable): variable for variable in model.metrics_variables}.values())
 
 
 def describe_variables(variables: Sequence[Any]) -> list[list[Any]]:

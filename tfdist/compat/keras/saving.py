@@ -387,7 +387,7 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _state(model: keras.Model) -> list[Any]:
     """The model's and the optimizer's variables, without what metrics count."""
-    counters = {id(variable) for metric in model.metrics for variable in metric.variables}
+    counters = {id(variable) for variable in model.metrics_variables}
     variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
     return list({id(v): v for v in variables if id(v) not in counters}.values())
 
