@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import made
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -88,20 +87,6 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
     assert sum(after.accepted.values()) - sum(before.accepted.values()) == epochs * 12 * 3
     # A large gradient that is dropped does not cross the network.
     assert len(pushed) == epochs * 12 * 3
-
-
-@pytest.mark.slow
-def test_the_own_policy_of_the_page_shares_updates_fairly(with_policies: Callable[..., Any]) -> None:
-    strategy = with_policies(made.own_policy(spares=1, lead=2))
-    model = compiled(strategy)
-    with tfdist.testing.Delays({f"worker:{LAST}": tfdist.testing.constant(0.1)}):
-        fit(model, epochs=2)
-    assert int(model.optimizer.iterations.numpy()) == 24
-    report = strategy.report()
-    accepted = report.accepted.values()
-    assert sum(accepted) == 24 * (NUM_WORKERS - 1) and max(accepted) - min(accepted) <= 2
-    # One spare in each step at most.
-    assert sum(report.dropped.values()) <= 24
 
 
 def test_a_worker_killed_while_it_pushes_is_not_counted(

@@ -237,18 +237,6 @@ def test_shards_of_a_hint_are_all_used(doubling: keras.Model) -> None:
         doubling.predict(data, verbose=0)
 
 
-@pytest.mark.slow
-def test_predictions_of_shares_by_generators_are_refused(doubling: keras.Model) -> None:
-    def generated(first: int, step: int) -> tf.data.Dataset:
-        numbers = NUMBERS[first::step]
-        return tf.data.Dataset.from_generator(lambda: numbers, output_signature=tf.TensorSpec([1])).batch(4)
-
-    np.testing.assert_allclose(doubling.predict(generated(0, 1), verbose=0), 2 * NUMBERS)
-    with pytest.raises(ValueError, match=r"^dataset: every worker must be given the same data set"):
-        doubling.predict(generated(index(), 2), verbose=0)
-    np.testing.assert_allclose(doubling.predict(generated(0, 1), verbose=0), 2 * NUMBERS)
-
-
 def test_files_are_read_once_and_predicted_in_order(tmp_path: pathlib.Path, both: Both, doubling: keras.Model) -> None:
     data = with_policy(lines(tmp_path), "FILE")
     both(None)  # the files are written

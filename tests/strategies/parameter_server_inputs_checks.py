@@ -16,7 +16,6 @@ from parameter_server_cluster import (
     BATCH,
     COUNT,
     IDS,
-    NUM_WORKERS,
     STEPS,
     Batches,
     Moment,
@@ -179,18 +178,3 @@ def test_validation_data_are_read_exactly(strategy: Any) -> None:
 def test_endless_data_are_not_read_to_fill_a_cache(strategy: Any) -> None:
     history = fit(observed_often(strategy), slices().cache().repeat().batch(BATCH), epochs=2, steps_per_epoch=7)
     assert history["batches"] == [7, 7]
-
-
-@pytest.mark.slow
-def test_steps_per_epoch_of_data_that_end_within(strategy: Any) -> None:
-    model = observed(strategy)
-    history = fit(model, slices().batch(BATCH), epochs=1, steps_per_epoch=STEPS - 3)
-    assert history["batches"] == [STEPS - 3]
-    assert int(model.optimizer.iterations) == STEPS - 3
-
-
-@pytest.mark.slow
-def test_more_workers_than_batches(strategy: Any) -> None:
-    few = NUM_WORKERS - 2
-    history = fit(observed_often(strategy), slices().take(few).batch(1), epochs=3)
-    assert seen(history) == [moments(ALL[:few])] * 3

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from parameter_server_cluster import (
-    NUM_WORKERS,
     STEPS,
     Batches,
     Own,
@@ -25,8 +24,6 @@ from parameter_server_cluster import (
     fit,
 )
 from training import build_metrics
-
-from tfdist.compat.tensorflow.coordinator import create_on_workers, current_worker, has_failed, scheduling
 
 # Callbacks and files.
 
@@ -184,24 +181,3 @@ def test_an_error_in_a_callback_leaves_the_cluster_usable(strategy: Any) -> None
     with pytest.raises(RuntimeError, match="my own message"):
         fit(healthy(strategy), X, Y, callbacks=[Broken()])
     works_again(strategy)
-
-
-# What `closures` says about TensorFlow's coordinator.
-
-
-@pytest.mark.slow
-def test_closures_run_in_the_thread_of_their_worker(strategy: Any) -> None:
-    coordinator, seen = strategy.distribution.coordinator, []
-
-    def note(word: str, value: Any) -> None:
-        seen.append((word, current_worker(), int(value)))
-
-    values = create_on_workers(coordinator, lambda: tf.constant(10 + current_worker()))
-    for _ in range(40):
-        scheduling(coordinator)(note, ("word", values), {})
-    coordinator.join()
-    assert len(seen) == 40
-    assert {(word, value - worker) for word, worker, value in seen} == {("word", 10)}
-    assert {worker for _, worker, _ in seen} <= set(range(NUM_WORKERS))
-    assert current_worker() is None
-    assert not has_failed(coordinator)

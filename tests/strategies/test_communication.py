@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import namespaces
 import process_cluster
 import pytest
 import slow_workers
@@ -159,16 +158,6 @@ if index == 0:
     first, second = process_cluster.run("T = tfdist.transforms\n" + script, tmp_path, timeout_secs=140)
     assert first["found"] == second["found"]
     assert_close(first["found"], first["alone"])
-
-
-@pytest.mark.slow  # `multi_worker_checks.py` tells a slow sum apart.
-@pytest.mark.processes
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
-def test_a_slow_link_is_told_apart_from_a_slow_worker(tmp_path: pathlib.Path):
-    with namespaces.joined(2, slow_workers.LINK_MBITS) as (spaces, hosts):
-        script = f"strategy = tfdist.MultiWorkerMirroredStrategy()\nTESTS, KINDS = {TESTS!r}, ('link',)\n"
-        process_cluster.run(script + WHO_IS_SLOW, tmp_path, 2, 280, dict(zip(spaces, hosts, strict=True)))
 
 
 @pytest.mark.parametrize("value", ["gloo", "MPI", None, 1])

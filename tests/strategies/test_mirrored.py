@@ -24,7 +24,6 @@ from training import (
 )
 
 import tfdist
-from tfdist.step import replicas
 
 pytestmark = pytest.mark.devices
 
@@ -356,21 +355,6 @@ def test_update_in_a_conditional_is_refused_in_one_line(strategy):
     with pytest.raises(RuntimeError, match="inside of a conditional") as raised:
         model.fit(X, Y, batch_size=8, verbose=0)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.slow
-def test_empty_parts_are_filled_only_if_the_batch_size_is_unknown(strategy, monkeypatch):
-    filled, calls = replicas.filled, []
-    monkeypatch.setattr(replicas, "filled", lambda *given: calls.append(1) or filled(*given))
-    model = compiled(strategy, metrics=None)
-    data = tf.data.Dataset.from_tensor_slices((X[:9], Y[:9]))
-    model.fit(data.batch(4, drop_remainder=True), verbose=0)
-    # Once to build the model from the first batch.
-    assert len(calls) <= 1
-    model.predict(data.batch(4, drop_remainder=True), verbose=0)
-    assert len(calls) <= 1
-    model.fit(data.batch(4), verbose=0)
-    assert len(calls) > 1
 
 
 def test_synchronized_batch_normalization_leaves_out_stand_in_examples(strategy):

@@ -174,7 +174,6 @@ def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):
         assert worker.wait() != 0
 
 
-# An error of TensorFlow, below, reaches all by MPI, too.
 @pytest.mark.parametrize("kind", ["tensorflow", pytest.param("mpi", marks=[needs_mpi, pytest.mark.slow])])
 def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathlib.Path, kind: str):
     with process_cluster.workers(TRAINING + RAISES + "train()", tmp_path, env={VARIABLE: kind}) as running:
@@ -203,17 +202,6 @@ def test_killed_worker_is_named_by_each_other_in_one_line(tmp_path: pathlib.Path
     assert last.startswith("ConnectionError: a sum over all workers will never come, as some have ended or failed: ")
     assert "worker:1 (" in last
     assert kind == "mpi" or last.endswith("go on from a checkpoint with tfdist.callbacks.Resume)")
-
-
-@pytest.mark.slow  # An exception reaches all by TensorFlow, and a kill by MPI.
-@needs_mpi
-def test_an_error_of_tensorflow_in_one_worker_reaches_all_by_mpi_too(tmp_path: pathlib.Path):
-    fails = "def misfortune():\n    raise tf.errors.InvalidArgumentError(None, None, 'a label of 12 in 10 classes')\n"
-    with process_cluster.workers(TRAINING + fails + "train()", tmp_path, env={VARIABLE: "mpi"}) as running:
-        assert [worker.wait() for worker in running] == [1, 1]
-        last = running[0].output.splitlines()[-1]
-    assert last.startswith("ConnectionError: a sum over all workers will never come")
-    assert "worker:1 ended with InvalidArgumentError: a label of 12 in 10 classes" in last
 
 
 @pytest.mark.slow  # `test_a_worker_that_hangs_is_named_and_ctrl_c_ends_all` has a worker that stands still.

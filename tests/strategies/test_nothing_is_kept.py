@@ -57,18 +57,3 @@ def test_all_of_it_is_collected(cpus, policies, options):
         "model": [],
         "graphs": [],
     }
-
-
-@pytest.mark.slow
-def test_a_model_is_collected_before_its_strategy(cpus):
-    strategy = tfdist.MirroredStrategy(cpus[:2], policies=[tfdist.ParameterAveraging(every_steps=2)])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((11,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    model.fit(X, Y, batch_size=8, verbose=0)
-    kept = weakref.ref(model)
-    del model
-    keras.backend.clear_session()
-    gc.collect()
-    assert kept() is None
-    strategy.close()

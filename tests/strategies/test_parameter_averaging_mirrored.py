@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,41 +145,6 @@ def test_an_outer_optimizer_is_given_the_averaged_difference(cpus):
 
 
 # Who looks.
-
-
-class Looks(keras.callbacks.Callback):
-    """Looks at the model in the middle of a period."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        super().__init__()
-        self.path = path
-        self.is_apart = False
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 2:
-            self.is_apart = any(not np.array_equal(a, b) for a, b in copies(self.model.trainable_weights))
-            self.model.save_weights(self.path)
-            assert_alike(self.model)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        assert_alike(self.model)
-
-
-@pytest.mark.slow  # `test_parameter_averaging_workers.py` looks, too.
-def test_whoever_looks_sees_the_average(every_four, tmp_path: pathlib.Path):
-    model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1))
-    looks = Looks(tmp_path / "middle.weights.h5")
-    path = tmp_path / "{epoch}-{batch}.weights.h5"
-    checkpoints = keras.callbacks.ModelCheckpoint(path, save_freq=2, save_weights_only=True)
-    history = model.fit(
-        X, Y, batch_size=BATCH, verbose=0, shuffle=False, validation_data=(X, Y), callbacks=[looks, checkpoints]
-    ).history
-    assert looks.is_apart
-    saved = compiled(ONE_DEVICE, lambda: OPTIMIZERS.SGD(0.1))
-    saved.load_weights(tmp_path / "1-6.weights.h5")
-    assert_close(model.get_weights(), saved.get_weights())
-    assert history["val_loss"] == pytest.approx([saved.evaluate(X, Y, verbose=0)[0]])
-    assert not vars(model).keys() & {"save", "save_weights", "export"}
 
 
 @pytest.mark.slow

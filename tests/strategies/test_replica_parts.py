@@ -17,7 +17,7 @@ import numpy as np
 import process_cluster
 import pytest
 import tensorflow as tf
-from training import OPTIMIZERS, X, Y, assert_close
+from training import OPTIMIZERS, X, Y
 
 import tfdist
 from tfdist import model_parallel
@@ -107,28 +107,6 @@ def test_weights_and_gradients_never_leave_their_part(strategy: tfdist.MirroredS
     assert (summed["1"], summed["3"]) == (sizes[1], sizes[1])
     # And counts and logs.
     assert sizes[0] <= summed["0"] == summed["2"] <= sizes[0] + 8
-
-
-@pytest.mark.slow  # `test_split_moves_weights_and_slots` has models, and the suite of conformance trains them.
-@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
-def test_models_of_files_are_split_and_train_on(strategy: tfdist.MirroredStrategy, tmp_path: pathlib.Path) -> None:
-    """Slots are moved beside their weights, and the weights of a file fit any placement."""
-
-    def train(strategy: Any, prepare: Callable[[keras.Model], Any]) -> list[np.ndarray]:
-        model = prepare(plain(strategy))
-        fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
-        model.fit(X, Y, **fit)
-        model.save(tmp_path / "whole.keras")
-        model.save_weights(tmp_path / "model.weights.h5")
-        with strategy.scope():
-            loaded = prepare(keras.models.load_model(tmp_path / "whole.keras"))
-        loaded.fit(X, Y, **fit)
-        again = prepare(plain(strategy))
-        again.load_weights(tmp_path / "model.weights.h5")
-        return [*loaded.get_weights(), *loaded.optimizer.variables, *again.get_weights()]
-
-    one = train(tf.distribute.get_strategy(), lambda model: model)
-    assert_close(one, train(strategy, tfdist.split))
 
 
 def test_split_moves_weights_and_slots(strategy: tfdist.MirroredStrategy) -> None:

@@ -21,16 +21,13 @@ from tfdist.watching.tensorboard import level_of_detail, worker_table
 # The first ones, whose input was read beforehand, are not slow; of fewer steps they would be too large a part.
 STEPS = 64
 _SECS = 0.08
-# What the first line says of a step when worker:1 is slow in it, and who is named. "link": gradients of 160 kB, which
-# take 64 ms on a link of 20 Mb/s.
+# What the first line says of a step when worker:1 is slow in it, and who is named.
 _SAID = {
     "input": ("worker:1 is ", "of its time is input"),
     "step": ("worker:1 is ", "of its time is computing"),
     "sum": ("no worker stands out; ", "of a step is the all-reduce"),
-    "link": ("no worker stands out; ", "of a step is the all-reduce"),
 }
-KINDS = ("input", "step", "sum")
-LINK_MBITS = 20
+KINDS = tuple(_SAID)
 
 
 def check(strategy: Any, directory: pathlib.Path, index: int, kind: str) -> None:
@@ -40,7 +37,7 @@ def check(strategy: Any, directory: pathlib.Path, index: int, kind: str) -> None
     assert found.in_words.startswith(begin) and found.in_words.endswith(end), f"{kind}: {found}"
     # The step of a small net, from the end of its input on.
     assert found.compute_secs["worker:0"].p50 > 1e-5
-    if kind in ("sum", "link"):
+    if kind == "sum":
         assert found.slow is None and found.reduce_secs.p50 > 0.6 * _SECS
     else:
         assert found.slow is not None and found.slow.names == ("worker:1",)
@@ -81,8 +78,6 @@ def _trained(strategy: Any, directory: pathlib.Path, index: int, kind: str) -> R
 
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), Late(), keras.layers.Dense(1)])
-        if kind == "link":
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5000), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     rows = np.random.default_rng(0).random((6, 6), np.float32)
     data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).repeat(STEPS).batch(6, drop_remainder=True)
