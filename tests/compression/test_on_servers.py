@@ -50,16 +50,6 @@ def test_worker_and_server_give_what_the_codec_gives(codec: on_servers.gathered.
             np.testing.assert_array_equal(found, np.reshape(total, -1))
 
 
-@pytest.mark.parametrize(("cut", "words"), [(slice(20), "truncated"), (slice(-1), "truncated")])
-def test_truncated_message_names_its_sender(cut: slice, words: str) -> None:
-    worker, server = on_servers.CodecServer("worker:3"), on_servers.CodecServer("ps:0")
-    message, sender, *_ = worker(
-        on_servers.request("encode", SPECS, SignSGD()), *GRADIENTS, *map(np.zeros_like, GRADIENTS)
-    )
-    with pytest.raises(ValueError, match=f"the message of worker:3 can't be decoded: it is {words}"):
-        server(on_servers.request("decode", SPECS, SignSGD()), message[cut], sender)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_damaged_halves_name_their_sender(dtype: str) -> None:
     worker, server = on_servers.CodecServer("worker:3"), on_servers.CodecServer("ps:0")

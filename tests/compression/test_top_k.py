@@ -61,13 +61,6 @@ def test_steps_follow_the_published_algorithm(momentum: float, density: float):
             np.testing.assert_array_equal(one, other)
 
 
-def test_velocity_and_residual_are_cleared_where_sent():
-    codec, gradient = TopK(0.25, momentum=0.5), [np.array([1.0, 2.0, -8.0, 3.0])]
-    _, state, _ = step(codec, gradient, codec.init(specs_of(gradient)))
-    np.testing.assert_array_equal(state["residual/0"], [1, 2, 0, 3])
-    np.testing.assert_array_equal(state["velocity/0"], [1, 2, 0, 3])
-
-
 def test_the_density_falls_exponentially_in_the_warmup():
     codec = TopK(0.001, warmup=4, momentum=0)
     densities = [codec.density_of(number) for number in range(6)]

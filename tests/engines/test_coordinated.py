@@ -163,37 +163,6 @@ def test_those_who_hold_up_the_steps_are_named() -> None:
 # The end of the data.
 
 
-@pytest.mark.parametrize("known", ["total and shares", "nothing"])
-@pytest.mark.parametrize("shares", [[0], [1], [3, 2], [0, 5], [5, 0, 0], [1, 1, 9], [40, 2]])
-def test_each_share_is_used_up_exactly(known: str, shares: list[int]) -> None:
-    with running_engine(len(shares)) as (engine, cluster):
-        passed = Pass(engine, cluster, shares, known)
-        logs = passed.run()
-        assert sorted(passed.batches) == all_of(shares)
-        assert len(logs) == sum(shares)
-
-
-def test_a_worker_at_its_end_leaves_steps_to_the_others() -> None:
-    with running_engine(2) as (engine, cluster):
-        gate = Gate()
-        passed = Pass(engine, cluster, [1, 6], work=lambda batch: gate() if batch.worker == 1 else None)
-        loop = threading.Thread(target=passed.run)
-        loop.start()
-        gate.wait_for(1)  # worker 1 is held in its first step; everything else is offered to worker 0
-        gate.open()
-        loop.join(timeout=30)
-        assert not loop.is_alive()
-        assert sorted(passed.batches) == all_of([1, 6])
-
-
-def test_one_pass_after_the_other() -> None:
-    with running_engine(2) as (engine, cluster):
-        for shares in ([3, 1], [0, 2], [5, 5], [2, 0]):
-            passed = Pass(engine, cluster, shares)
-            assert len(passed.run()) == sum(shares)
-            assert sorted(passed.batches) == all_of(shares)
-
-
 def test_asking_beyond_the_end_says_so_each_time() -> None:
     with running_engine(2) as (engine, cluster):
         passed = Pass(engine, cluster, [1, 1], "nothing")

@@ -52,16 +52,6 @@ def test_error_of_what_follows_updates_reaches_the_caller() -> None:
             engine.barrier(writes=False)
 
 
-def test_training_works_again_after_an_error() -> None:
-    with running_engine(2) as (engine, cluster):
-        for position in range(6):
-            with pytest.raises(ValueError, match="my own message"):
-                Pass(engine, cluster, [6, 6], work=failing_at(Batch(0, position))).run()
-            passed = Pass(engine, cluster, [6, 5])
-            assert passed.run()[-1] == 11
-            assert sorted(passed.batches) == all_of([6, 5])
-
-
 def test_an_error_of_steps_that_a_raised_call_has_left_is_in_no_later_one() -> None:
     gate = Gate()
 
@@ -101,13 +91,6 @@ def test_of_several_errors_the_first_is_raised_and_the_others_do_not_come_later(
         with pytest.raises(ValueError, match="again and again"):
             engine.barrier(writes=False)
         engine.barrier(writes=False)
-
-
-def test_an_error_while_another_worker_is_at_its_end() -> None:
-    with running_engine(2) as (engine, cluster):
-        with pytest.raises(ValueError, match="my own message"):
-            Pass(engine, cluster, [0, 4], work=failing_at(Batch(1, 2))).run()
-        assert Pass(engine, cluster, [2, 2]).run()[-1] == 4
 
 
 def test_a_step_that_outlives_the_error_of_another_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

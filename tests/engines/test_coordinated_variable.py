@@ -235,14 +235,6 @@ def race(step: Callable[[], Any]) -> None:
         thread.join()
 
 
-def test_a_keras_variable_loses_no_addition(keras_variables: None) -> None:
-    counter = keras.Variable(0.0)
-    step = tf.function(lambda: [counter.assign_add(1.0), None][1], autograph=False)
-    step.get_concrete_function()
-    race(step)
-    assert float(counter.value.get()) == 800.0
-
-
 def test_iterations_of_an_optimizer_lose_no_step(keras_variables: None) -> None:
     weight = keras.Variable(np.zeros(3, np.float32))
     optimizer = keras.optimizers.SGD(0.5)

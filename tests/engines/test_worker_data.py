@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from fake_cluster import FakeCluster, as_worker, running_engine
+from fake_cluster import as_worker, running_engine
 from tensorflow.core.framework import dataset_options_pb2
 
 from tfdist.compat.tensorflow import coordinator
 from tfdist.engines.asynchronous import AsynchronousEngine
 from tfdist.passes.dataset_graph import DatasetGraph, rebuild
-from tfdist.passes.handle import BatchHandle, DistributedDataset
+from tfdist.passes.handle import DistributedDataset
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import WorkerIterator
 
@@ -228,25 +228,6 @@ def test_it_is_described_and_sent_once(engine: AsynchronousEngine, monkeypatch: 
 # What the chief's loop sees.
 
 
-def handles_given(engine: AsynchronousEngine, iterator: WorkerIterator) -> int:
-    """Returns the number of handles of a pass."""
-    count = 0
-    while True:
-        try:
-            handle = next(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            return count
-        assert isinstance(handle, BatchHandle)
-        assert handle.engine is engine
-        count += 1
-
-
-def test_as_many_handles_as_batches(engine: AsynchronousEngine) -> None:
-    iterator = iter(WorkerDataset(engine, numbers(), "shard"))
-    assert handles_given(engine, iterator) == 10
-    assert handles_given(engine, iterator) == 0
-
-
 def test_a_handle_leads_back_to_its_iterator(engine: AsynchronousEngine) -> None:
     iterators = [iter(WorkerDataset(engine, numbers(), "shard")) for _ in range(2)]
     assert [next(iterator).of for iterator in iterators] == iterators
@@ -344,9 +325,3 @@ def test_keras_takes_it_for_distributed_data(engine: AsynchronousEngine) -> None
     assert isinstance(dataset, tf.distribute.DistributedDataset)
     assert isinstance(dataset, DistributedDataset)
     assert not isinstance(iter(dataset), tf.distribute.DistributedIterator)
-
-
-def test_a_cluster_of_threads_gives_each_worker_its_own() -> None:
-    """The fake itself: what the tests of this folder stand on."""
-    cluster = FakeCluster(2)
-    assert cluster.create_on_workers(None, cluster.current_worker).values == [0, 1]

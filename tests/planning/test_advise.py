@@ -81,21 +81,6 @@ def test_a_noise_scale_below_the_batch_keeps_the_batch_small():
     assert chosen.setting.workers < 64, words
 
 
-def test_throughput_grows_with_bandwidth_and_has_a_bound():
-    slow, fast = (ask(RESNET, prediction.from_flag(each, None, True))[0] for each in ("1Gbit", "10Gbit"))
-    for less, more in zip(slow, fast, strict=True):
-        assert less.examples_per_sec <= 1.001 * more.examples_per_sec
-        # Never more than N times one device, but for a better draw of the measured times, or spares.
-        assert more.efficiency <= 1.05 or "spare" in more.setting.label
-
-
-def test_full_links_are_named_and_more_workers_bring_nothing():
-    found, _, _ = ask(RESNET, workers=(8, 16))
-    eight, sixteen = (row for row in found if row.setting.label == "asynchronous" and row.setting.servers == 1)
-    assert sixteen.limit.startswith("the link")
-    assert sixteen.examples_per_sec < 1.15 * eight.examples_per_sec
-
-
 def test_sparse_rows_are_sent_instead_of_tables():
     table = Table("embeddings", 10_000_000, 256, 5000.0)
     sparse = profiles.make(0.1, 1_000_000, tables=(table,), trainable_bytes=2_561_000_000)

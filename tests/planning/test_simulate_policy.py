@@ -175,13 +175,6 @@ def test_six_and_two_spares_reach_the_known_limits(law: Callable[[int], Duration
     assert simulation.updates_per_sec == pytest.approx(limit, rel=0.02)
 
 
-def test_one_of_four_that_is_ten_times_slower_costs_nothing():
-    assert simulate_policy(tfdist.BackupWorkers(spares=0), _one_slow, 100, 4).updates_per_sec == pytest.approx(0.1)
-    simulation = simulate_policy(tfdist.BackupWorkers(spares=1), _one_slow, 100, 4)
-    assert simulation.updates_per_sec == pytest.approx(1.0)
-    assert simulation.accepted == (0, 100, 100, 100)
-
-
 def test_a_policy_that_comes_to_need_more_than_there_are_is_an_error():
     more_than_there_are = _own(replicas_to_aggregate=property(lambda self: 2 + self.step))
     with pytest.raises(ValueError, match=r"be 1 to 2, the replicas, in each step\. Received: 3 in step 1"):

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 import tfdist
-from tfdist.policies import Outcome, base
+from tfdist.policies import base
 
 
 def _begun(total_num_replicas: int, spares: int) -> tfdist.BackupWorkers:
@@ -104,61 +104,12 @@ def test_a_lost_replica_is_withdrawn_and_replaced_by_one_that_was_not_needed():
     )
 
 
-def test_what_a_lost_replica_computed_never_enters_also_after_it_is_back():
-    policy = _begun(2, spares=0)
-    _start(policy, 0, 1)
-    policy.lost(0, 1.0)
-    assert _arrive(policy, 0, 1) == [False, True]
-    policy.recovered(0, 2.0)
-    assert _arrive(policy, 0) == [False]
-    _start(policy, 0)
-    assert _arrive(policy, 0) == [True]
-    update = policy.updated(3.0)
-    # It is lost once, and not dropped as well.
-    assert update.dropped == ()
-    assert [each.replica for each in update.contributions if each.outcome is Outcome.LOST] == [0]
-
-
 def test_replica_that_finds_no_data_drops_no_gradient():
     policy = _begun(2, spares=1)
     _start(policy, 0, 1)
     policy.found_no_data(0)
     assert _arrive(policy, 1) == [True]
     assert [each.replica for each in policy.updated(2.0).contributions] == [1]
-
-
-def test_what_a_lost_replica_had_sent_says_nothing_about_what_it_computes_now():
-    policy = _begun(2, spares=1)
-    _start(policy, 0, 1)
-    policy.recovered(0, 1.0)
-    _arrive(policy, 1)
-    policy.updated(2.0)
-    _start(policy, 0)
-    assert policy.arrived(0, 0, 3.0) == base.Arrival(False, 1, 0.0)
-    assert not policy.may_start(0)
-    assert _arrive(policy, 0, step=1) == [True]
-
-
-def test_a_replica_that_died_and_returned_unseen_starts_anew():
-    policy = _begun(2, spares=0)
-    _start(policy, 0, 1)
-    _arrive(policy, 0)
-    policy.recovered(0, 1.0)
-    policy.recovered(1, 1.0)
-    assert policy.contributors == ()
-    assert policy.may_start(0)
-    assert policy.may_start(1)
-
-
-def test_the_missing_are_named_once_no_update_can_be_made():
-    policy = _begun(4, spares=1)
-    policy.lost(3, 0.0)
-    policy.lost(3, 0.0)
-    assert policy.missing() == ()
-    policy.lost(1, 0.0)
-    assert policy.missing() == (1, 3)
-    policy.recovered(3, 1.0)
-    assert policy.missing() == ()
 
 
 @pytest.mark.parametrize("spares", [-1, True, False, 1.0, None, "Auto", "", "2", [1]])
