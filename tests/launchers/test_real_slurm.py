@@ -147,16 +147,6 @@ def test_a_job_preempted_in_validation_runs_again(submit, kind):
 # Limits.
 
 
-def test_a_job_that_is_preempted_too_often_ends_with_a_line(submit):
-    run = submit("sys.exit(75)", "--num_workers=1", "--max_preemptions=1")
-    assert run.end() == ("FAILED", 75), run.lines
-    assert [line for line in run.lines if line.startswith(("tfdist: queuing", "tfdist: not queued"))] == [
-        "tfdist: queuing the job again (preemption 1)",
-        "tfdist: not queued again: --max_preemptions=1 is used up",
-    ]
-    assert run.left() == []
-
-
 def test_preemptions_by_slurm_alone_count(submit, cluster):
     run = submit("started()\ntime.sleep(300)", "--num_workers=1", "--max_preemptions=1")
     for attempt in range(2):
@@ -182,16 +172,6 @@ def test_a_time_limit_without_a_checkpoint_ends_the_job(submit):
     run = submit("started()\ntime.sleep(300)", "--num_workers=2", "--time=1", "--pre_kill_secs=30")
     assert run.end() == ("FAILED", 143), run.lines
     assert run.lines[-1].startswith("tfdist: not queued again: the time limit is near and nothing was saved")
-
-
-def test_a_time_limit_with_a_checkpoint_goes_on(submit):
-    text = """
-started()
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-while attempt == 0: signal.pause()
-"""
-    run = submit(text, "--num_workers=2", "--time=1", "--pre_kill_secs=30")
-    assert run.end() == ("COMPLETED", 0), run.lines
 
 
 # Waiting.
@@ -238,14 +218,6 @@ def test_scancel_ends_a_job_for_good_and_leaves_nothing(submit, cluster):
     assert run.end()[0] == "CANCELLED", run.lines
     assert run.left() == []
     assert cluster.show(run.job)["JobState"] == "CANCELLED"
-
-
-def test_requeue_by_an_administrator_leaves_nothing(submit, cluster):
-    run = submit("started()\nif attempt == 0: time.sleep(300)", "--num_workers=2")
-    run.await_files("*.0.*", 2)
-    cluster.run(["scontrol", "requeue", run.job])
-    assert run.end() == ("COMPLETED", 0), run.lines
-    assert run.left() == []
 
 
 def test_a_killed_wrapper_is_a_failure_and_its_script_ends(submit):

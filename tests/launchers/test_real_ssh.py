@@ -10,7 +10,6 @@ import contextlib
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -166,17 +165,3 @@ def test_a_killed_wrapper_counts_as_a_failure(launch, who):
     job.read_until("starting all tasks again")
     assert "(restart 1 of 1)" in job.lines[-1]
     assert job.wait() == 0
-
-
-def test_a_privileged_port_is_named_as_such(network, tmp_path):
-    (tmp_path / "train.py").touch()
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-net_bind_service {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    command = launching.command("ssh", *network.flags, "--num_workers=1", "--port=80")
-    done = network.run(
-        [*command, f"--hosts={network.address('a')}", f"--directory={tmp_path}", f"--python={python}", "train.py"],
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert done.stderr.endswith("lets this user not listen on port 80, which is privileged; use a --port from 1024\n")

@@ -79,26 +79,6 @@ else: signal.pause()
     assert [(folder / name).read_text().split()[1] for name in ("stdout.log", "stdout.1.log")] == ["0", "1"]
 
 
-def test_a_worker_that_can_not_come_up_is_left_out(launch):
-    """Although no restart is allowed: it is another cluster, and no failure of this one."""
-    text = """
-if len(workers) == 3:
-    print(*workers, flush=True)
-    sys.exit(6) if name == "worker:1" else signal.pause()
-if name == "chief:0": print(attempt, *workers)
-else: signal.pause()
-"""
-    code, out, err = launch(text, *PS, "--num_workers=3", "--min_workers=2", "--max_worker_restarts=0")
-    assert code == 0
-    whole = next(line.split()[1:] for line in out if line.startswith("[worker:1]"))
-    assert out[-1].split() == ["[chief:0]", "1", whole[0], whole[2]]
-    assert said(err) == [
-        "worker:1 is given up (exit code 6, failure 1 in a row)",
-        "worker:1 failed first (exit code 6); all tasks have ended",
-        "going on with 2 of 3 workers, numbered anew, without worker:1: starting all tasks again",
-    ]
-
-
 @pytest.mark.parametrize(("victim", "code"), [("ps:0", 4), ("chief:0", 5)])
 def test_a_ps_or_chief_that_fails_restarts_all(launch, victim, code):
     text = f"""

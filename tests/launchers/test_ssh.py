@@ -236,11 +236,6 @@ while True: signal.pause()
 
 
 @pytest.mark.processes
-def test_a_task_that_a_signal_ends_has_128_and_its_number(launch):
-    assert launch("signal.raise_signal(9)", "--hosts=alpha", "--num_workers=1")[0] == 137
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "signum",
     [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGINT))],
@@ -290,26 +285,6 @@ else:
         "tfdist: worker:0 failed (exit code 137, failure 1 in a row); starting it again",
         "tfdist: worker:0 failed (exit code 255, host me@beta, failure 2 in a row); starting it again",
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_host_that_stays_away_is_left_out(launch):
-    text = """
-workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
-if name == "worker:0" and len(workers) == 2:
-    open("away", "w").write("alpha 9")
-    signal.raise_signal(9)
-if len(workers) == 2: signal.pause()
-print(os.environ["FAKE_HOST"], *workers)
-"""
-    flags = "--hosts=alpha,me@beta", "--min_workers=1", "--max_restarts=2", "--restart_backoff_secs=0"
-    code, out, err = launch(text, *flags)
-    assert code == 0
-    assert out.startswith("[worker:0] me@beta beta:")
-    reason = "ssh: Could not resolve hostname alpha: Name or service not known"
-    assert err.count(f"worker:0 failed first (its host alpha can't be reached: {reason}); all tasks have ended") == 2
-    assert "tfdist: going on with 1 of 2 workers, numbered anew, without worker:0: starting all tasks again" in err
 
 
 # Before anything starts.
