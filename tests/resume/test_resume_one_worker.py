@@ -19,14 +19,9 @@ from cutting_off import CutOff, CutOffError
 
 X = np.random.default_rng(0).normal(size=(90, 3)).astype("float32")
 DATA = tf.data.Dataset.from_tensor_slices((X, X[:, :1]))
-OFF = tf.data.Options()
-OFF.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
 KINDS = {
     "arrays": lambda: dict(x=X, y=X[:, :1], batch_size=8),
-    "arrays in order": lambda: dict(x=X, y=X[:, :1], batch_size=8, shuffle=False),
     "shuffled": lambda: dict(x=DATA.shuffle(90, seed=3).batch(8)),
-    "endless": lambda: dict(x=DATA.shuffle(90, seed=3).batch(8).repeat(), steps_per_epoch=7),
-    "not sharded": lambda: dict(x=DATA.shuffle(90, seed=3).batch(8).with_options(OFF)),
 }
 
 
@@ -63,38 +58,13 @@ def train(kind, directory, *callbacks):
         model.fit(**KINDS[kind](), epochs=3, verbose=0, callbacks=[steps, resume, *callbacks])
     except CutOffError:
         pass
-    values = [*model.get_weights(), *(np.asarray(tf.convert_to_tensor(v.value)) for v in model.optimizer.variables)]
-    return [value.astype("f4").view("u4").sum(dtype="u8").item() for value in values], steps.seen
+    return steps.seen
 """
 
 
 def _script(text: str, **names: Any) -> str:
     given = {"TESTS": str(pathlib.Path(__file__).parents[1] / "support"), **names}
     return "".join(f"{name} = {value!r}\n" for name, value in given.items()) + TRAIN + textwrap.dedent(text)
-
-
-@pytest.mark.slow  # `test_resume_processes.py` goes on in mid-epoch.
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        # What is shuffled and has an end leaves the place in the data and the seeds to be kept.
-        pytest.param(["arrays", "shuffled"], id="shuffled"),
-        pytest.param(["arrays in order", "endless", "not sharded"], id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_one_worker_resumes_bitwise_in_mid_epoch(tmp_path: pathlib.Path, kinds: list[str]):
-    script = """
-    for kind in CHOSEN:
-        calm, _ = train(kind, shared / f"{kind} calm")
-        train(kind, shared / kind, CutOff(17))
-        report(kind, [calm, train(kind, shared / kind)[0]])
-    """
-    (found,) = process_cluster.run(_script(script, CHOSEN=kinds), tmp_path, num_workers=1, timeout_secs=600)
-    log = (tmp_path / "0.log").read_text()
-    assert log.count(": step 15 (") == len(found) == len(kinds)
-    assert "of the user's own" not in log
-    for calm, resumed in found.values():
-        assert resumed == calm
 
 
 @pytest.mark.parametrize("kinds", [["shuffled"], pytest.param(["arrays"], marks=pytest.mark.slow)], ids=str)
@@ -106,13 +76,13 @@ def test_shrunk_job_resumes_at_the_same_global_batch(tmp_path: pathlib.Path, kin
     script = """
     for kind in KINDS:
         if kind in CHOSEN:
-            report(kind, train(kind, shared / f"{kind} calm")[1])
+            report(kind, train(kind, shared / f"{kind} calm"))
             train(kind, shared / kind, CutOff(17))
     """
     calm = process_cluster.run(_script(script, CHOSEN=kinds), two, timeout_secs=600)
     script = """
     for kind in CHOSEN:
-        report(kind, train(kind, os.path.join(TWO, kind))[1])
+        report(kind, train(kind, os.path.join(TWO, kind)))
     """
     (resumed,) = process_cluster.run(_script(script, CHOSEN=kinds, TWO=str(two)), one, num_workers=1, timeout_secs=250)
     assert "of the user's own" not in (one / "0.log").read_text()

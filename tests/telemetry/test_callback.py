@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -121,30 +120,6 @@ def test_without_policies_it_shows_speed_and_times(cpus: list[str], tmp_path: pa
     assert unknown["tfdist/time/step_secs_slowest"][11] >= unknown["tfdist/time/step_secs"][11] * 0.97
     fit(model, [Engine(clock), telemetry(tmp_path / "known", clock, 10)], drop_remainder=True)
     assert scalars(tmp_path / "known")["tfdist/speed/examples_per_sec"] == {31: 16.0, 40: 16.0}
-
-
-@pytest.mark.slow  # `test_a_fit_shows_its_speed_and_who_contributed` has points.
-@pytest.mark.parametrize(
-    ("steps_per_execution", "accumulated"), [pytest.param(1, 2, marks=pytest.mark.slow), (4, None)]
-)
-def test_points_stand_at_the_iterations_of_the_optimizer(
-    cpus: list[str], tmp_path: pathlib.Path, steps_per_execution: int, accumulated: int | None
-) -> None:
-    """In several epochs, with validation between them, and in a second fit with the same callback."""
-    clock = Clock()
-    model = compiled(mirrored(cpus), gradient_accumulation_steps=accumulated)
-    model.steps_per_execution = steps_per_execution
-    callbacks = [Engine(clock), telemetry(tmp_path, clock, 8)]
-    for _ in range(2):
-        fit(model, callbacks, steps=16, epochs=2, validation_data=(X, Y), validation_batch_size=32)
-    per_update = accumulated or 1
-    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 64 // per_update
-    first = 8 + steps_per_execution, 16 + steps_per_execution, 24 + steps_per_execution, 32
-    expected = [(batch + fit_before) // per_update for fit_before in (0, 32) for batch in first]
-    found = scalars(tmp_path)[SPEED]
-    assert list(found) == expected
-    # One second for each execution; none for validation, of which each batch takes 1000.
-    assert list(found.values()) == pytest.approx([steps_per_execution / per_update] * 8, rel=0.2)
 
 
 def test_a_fit_that_raises_keeps_its_points_and_the_next_one_goes_on(cpus: list[str], tmp_path: pathlib.Path) -> None:
@@ -272,25 +247,6 @@ def test_points_go_on_where_a_resumed_training_does(cpus: list[str], tmp_path: p
     assert timeline.updates.step.tolist() == list(range(1, 41))
     kinds = [EventKind(each).name for each in timeline.events.event_kind]
     assert kinds == ["CHECKPOINT", "FINISHED", "RESUMED", "CHECKPOINT", "FINISHED"]
-
-
-@pytest.mark.slow
-def test_a_directory_that_vanishes_is_one_warning(
-    cpus: list[str], tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    directory, callback = tmp_path / "logs", tfdist.callbacks.Telemetry(tmp_path / "logs", update_freq=5)
-
-    class Vanish(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 12:
-                callback.flush()
-                shutil.rmtree(directory)
-
-    fit(compiled(mirrored(cpus)), [callback, Vanish()], steps=40)
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "can't be written" in line]
-    assert len(warnings) == 1 and "tried again" in warnings[0]
-    # The directory was made again.
-    assert max(scalars(directory)[SPEED]) == 40
 
 
 @pytest.mark.slow

@@ -157,13 +157,3 @@ def test_local_momentum_is_that_of_sgd_where_replicas_have_equal_parts():
     expected, _ = fit([], optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9))
     for one, other in zip(found.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_steps_per_execution_and_eager_steps_transform_as_single_steps_do():
-    transforms = [T.momentum_correction(0.5), T.add_noise(0.1)]
-    expected, _ = fit(transforms)
-    for options in ({"steps_per_execution": 4}, {"run_eagerly": True}):
-        model, _ = fit(transforms, **options)
-        for one, other in zip(model.get_weights(), expected.get_weights(), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6)

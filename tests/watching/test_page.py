@@ -125,38 +125,6 @@ def test_page_says_who_is_slow_and_shows_it_first(page):
     assert details(page)["worker"] == "worker:3"
 
 
-def test_columns_have_one_unit_and_legends_no_empty_entry(page):
-    shown = page.value(
-        "[...document.querySelectorAll('#workers thead th')].filter(h => !h.hidden).map(h => h.textContent)"
-    )
-    assert shown == [
-        "Worker",
-        "Cost, s",
-        "Last to arrive",
-        "Gradient, ms",
-        "95th percentile, ms",
-        "Accepted",
-        "Dropped",
-        "Lost",
-        "Waited for others, s",
-        "Held back, s",
-    ]
-    cells = page.value("[...document.querySelectorAll('td[data-key=compute_p50]')].map(e => e.textContent)")
-    assert all(re.fullmatch(r"[\d.]+", each) for each in cells)
-    legend = page.value(
-        "[...document.querySelectorAll('section .legend[aria-label=Legend] li')].map(e => e.textContent)"
-    )
-    # Neither input nor all-reduce was measured.
-    assert legend == [
-        "computing, accepted",
-        "computing, late and dropped",
-        "waiting for the other workers",
-        "held back before the next start",
-        "✕lost",
-    ]
-    assert page.value("document.querySelector('#staleness').hidden")
-
-
 def test_losses_are_drawn_with_the_events_of_the_training(page):
     page.wait_for("document.querySelectorAll('#loss > svg path').length === 2")
     names = page.value("[...document.querySelectorAll('#loss > svg path')].map(p => p.dataset.name)")
