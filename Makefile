@@ -17,7 +17,7 @@ REPORT = --junitxml=build/tests.xml
 
 SRC =
 
-.PHONY: help demo chaos docs release programs screenshots fuzz test test-all test-clusters test-fast test-keras test-kubernetes test-network test-ray test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
+.PHONY: help demo chaos docs release programs screenshots fuzz test test-all test-clusters test-conformance test-fast test-keras test-kubernetes test-network test-ray test-slurm test-ssh test-versions test-oldest test-newest lint format bench bench-torch flames venv venv-dev venv-bench python clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -31,8 +31,12 @@ chaos: venv  ## train while a random task is killed every 10 s (about 10 minutes
 test: venv  ## run all tests but the slow ones (14 to 20 minutes of 2 cores); FLAGS=... adds pytest's flags
 	$(PYTEST) $(PARALLEL) $(REPORT) $(FLAGS)
 
-test-all: venv  ## the same and the slow ones (hours)
-	$(PYTEST) $(PARALLEL) $(REPORT) -m "not slurm and not real_ssh" $(FLAGS)
+test-all: venv  ## the same and the slow ones (about an hour)
+	$(PYTEST) $(PARALLEL) $(REPORT) -m "not repeated and not slurm and not real_ssh" $(FLAGS)
+
+test-conformance: venv  ## run each case of training under each strategy that promises it, for changes of the step (2 hours)
+	$(PYTEST) $(PARALLEL) $(REPORT) -m "" tests/conformance tests/strategies/test_parameter_server.py \
+		tests/strategies/test_parameter_server_policies.py tests/strategies/test_server_parts.py $(FLAGS)
 
 # Two environments of their own, .venv-oldest and .venv-newest.
 test-versions: $(foreach versions,oldest newest,test-$(versions))  ## run all tests with the oldest and the newest TensorFlow and Keras that setup.py admits
@@ -52,7 +56,7 @@ test-network: venv  ## measure compressed updates over a link of 100 Mb/s betwee
 	$(BIN)/python benchmarks/slow_network.py $(FLAGS)
 
 test-ray: venv  ## run jobs on a Ray cluster of three raylets (the extra `ray`; 5 minutes)
-	$(PYTEST) -n 0 -m "slow or not slow" tests/launchers/test_real_ray.py $(FLAGS)
+	$(PYTEST) -n 0 -m "" tests/launchers/test_real_ray.py $(FLAGS)
 
 # Each target runs on after another has failed. Those whose programs are not here skip their tests, and say why.
 CLUSTERS = slurm ssh ray kubernetes
@@ -64,13 +68,13 @@ test-clusters: venv  ## run the launchers on all of these clusters, and keep bui
 	done; ! grep -E '^test-[a-z]+: failed' build/clusters.log
 
 test-fast: venv  ## run the tests that start no process and need no device (seconds)
-	$(PYTEST) -m "not processes and not devices and not slow and not slurm" $(FLAGS)
+	$(PYTEST) -m "not processes and not devices and not slow and not repeated and not slurm" $(FLAGS)
 
 test-keras: venv  ## run Keras' own tests under each strategy (half an hour); SRC=checkout of Keras, else the installed one's
 	$(BIN)/python experiments/keras_tests/run.py --src=$(SRC) $(FLAGS)
 
 test-kubernetes: venv  ## run the launcher against a real API server and Job controller (minutes); KUBE_BIN=directory of the binaries
-	TFDIST_KUBE_BIN=$(KUBE_BIN) $(PYTEST) -n 0 -m "slow or not slow" tests/launchers/test_kubernetes_control_plane.py $(FLAGS)
+	TFDIST_KUBE_BIN=$(KUBE_BIN) $(PYTEST) -n 0 -m "" tests/launchers/test_kubernetes_control_plane.py $(FLAGS)
 
 lint: venv-dev  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -150,10 +150,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks the tests that a class of `tests/conformance` inherits and calls slow."""
+    """Marks the tests that a class of `tests/conformance` inherits."""
     tests = getattr(getattr(item, "cls", None), "other_tests", dict)()
-    if tests.get(getattr(item, "originalname", item.name)):
-        item.add_marker(pytest.mark.slow)
+    for mark in tests.get(getattr(item, "originalname", item.name), ()):
+        item.add_marker(mark)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,9 @@ class TestAggregated(Conformance):
     # Gradients of four workers are added up in the order of arrival, so that no bit repeats.
     # Seed generators must be made in the scope.
     left_out = LOOPS | {TRANSFORMS[2], "first call, loop", "first call, seeds from outside"}
-    # `TestBackupWorkers` on devices splits the step in the same way. Here is what happens to parts on their way: rows,
+    # `TestBackupWorkers` on devices splits the step in the same way.
+    repeats = True
+    # Here is what happens to parts on their way: rows,
     # sums changed on the servers, no part at all, whose example is whose.
     quick = frozenset({TRANSFORMS[1], "no batches", "order of the data and of a part for validation"})
     # `test_overlapping_calls.py` has the calls that overlap; the others are about models.

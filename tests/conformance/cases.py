@@ -601,6 +601,20 @@ for _name in guide_loops.NAMES:
 IN_LOOPS = LOOPS | {name for name in CASES if name.startswith(("first call", "no run"))}
 # Loops that update outside of `strategy.run`, which several workers refuse.
 OUTSIDE_OF_RUN = {name for name in CASES if "no run" in name} | {"loop, gradients_clipped_after_their_sum"}
+# What happens to data, gradients and results on their way, for suites that repeat another's steps: cases, and tests.
+TRANSPORT = {
+    *("accumulation, clipnorm, ema", "embedding, places", "transforms, clip rows after the sum"),
+    *("run_eagerly", "steps_per_execution", "unknown length, steps_per_execution", "no batches", "single batches"),
+    *("fewer examples than replicas", "metrics of one number, fewer examples than replicas", "parts of two sizes"),
+    *("class weights, validation_split, steps_per_epoch", "order of the data", "dicts", "ragged", "sparse"),
+    *("predictions of other dtypes", "interrupted and resumed", "step average_by_tensorflow", "sum loss, eagerly"),
+    "test_callbacks_stop_schedule_save_and_restore",
+    "test_error_of_an_operation_is_raised_and_the_next_fit_is_clean",
+    "test_error_of_the_data_is_raised",
+    "test_evaluate_and_predict_see_every_example_once",
+    "test_every_batch_of_a_generator_is_used_once",
+    "test_replicas_without_examples_leave_no_trace",
+}
 # In no suite of `make test`: each is as another that is, but for a detail. `test_cases.py` holds the list.
 SLOW = {
     # `TestBackupWorkers` and `TestSpanningDevices` clip a sum and scale losses in a case of more.

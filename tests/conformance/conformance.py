@@ -8,8 +8,8 @@ import os
 import pathlib
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -17,9 +17,11 @@ import own_models
 import prefork
 import pytest
 import tensorflow as tf
-from cases import CASES
+from cases import CASES, TRANSPORT
 from overlapping import during_fit
 from training import OPTIMIZERS, SETTINGS, OwnStep, X, Y, assert_close, assert_like_one_device, dense_model, trained
+
+Marks: TypeAlias = list[pytest.MarkDecorator]
 
 
 @functools.cache
@@ -43,9 +45,8 @@ def on_one_device(name: str) -> Any:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Gives a class derived from `Numbers` its cases; for modules to import."""
     if "case" in metafunc.fixturenames:
-        marks = {True: [pytest.mark.slow], False: []}
         cases = metafunc.cls.cases().items()
-        metafunc.parametrize("case", [pytest.param(case, marks=marks[is_slow], id=case) for case, is_slow in cases])
+        metafunc.parametrize("case", [pytest.param(case, marks=marks, id=case) for case, marks in cases])
 
 
 class Numbers:
@@ -54,37 +55,46 @@ class Numbers:
     Attributes:
       only: names of cases, if the strategy promises no others.
       left_out: names of cases that the strategy does not promise.
-      quick: names of the cases of `make test`; by default all. The other cases are slow.
+      quick: names of the cases of `make test`; by default all.
       quick_tests: names of the tests beside them that are in `make test`; by default all. `tests/conftest.py` marks
         the others.
+      repeats: whether another suite's steps run in the same way, so that `make test-all` has only those of TRANSPORT,
+        and `make test-conformance` the others.
     """
 
     only: frozenset[str] | None = None
     left_out: frozenset[str] = frozenset()
     quick: frozenset[str] | None = None
     quick_tests: frozenset[str] | None = None
+    repeats = False
 
     @classmethod
-    def cases(cls) -> dict[str, bool]:
-        """Returns the cases that the strategy must pass, each with True if it is slow."""
+    def cases(cls) -> dict[str, Marks]:
+        """Returns the cases that the strategy must pass, with their marks."""
         promised = (CASES.keys() if cls.only is None else cls.only) - cls.left_out
         quick = promised if cls.quick is None else cls.quick
         unknown = (promised | cls.left_out | quick) - CASES.keys()
         assert not unknown, unknown
-        return {case: case not in quick for case in CASES if case in promised}
+        return {case: cls._marks(case, quick) for case in CASES if case in promised}
 
     @classmethod
-    def other_tests(cls) -> dict[str, bool]:
-        """Returns the names of the tests beside the cases, each with True if it is slow."""
+    def other_tests(cls) -> dict[str, Marks]:
+        """Returns the names of the tests beside the cases, with their marks."""
         tests = {name for name in dir(cls) if name.startswith("test_") and getattr(cls, name) and name != _OF_NUMBERS}
         quick = tests if cls.quick_tests is None else cls.quick_tests
         assert quick <= tests, quick - tests
-        return {name: name not in quick for name in sorted(tests)}
+        return {name: cls._marks(name, quick) for name in sorted(tests)}
 
     @classmethod
-    def checks(cls) -> list[tuple[str, bool]]:
-        """Names of the tests, and whether they are slow; each case has one."""
-        cases = {f"{_OF_NUMBERS}[{case}]": is_slow for case, is_slow in cls.cases().items()}
+    def _marks(cls, name: str, quick: Collection[str]) -> Marks:
+        if name in quick:
+            return []
+        return [pytest.mark.repeated if cls.repeats and name not in TRANSPORT else pytest.mark.slow]
+
+    @classmethod
+    def checks(cls) -> list[tuple[str, Marks]]:
+        """Names of the tests, with their marks; each case has one."""
+        cases = {f"{_OF_NUMBERS}[{case}]": marks for case, marks in cls.cases().items()}
         return [*(cls.other_tests() | cases).items()]
 
     def expected(self, case: str, found: Any, directory: pathlib.Path) -> Any:

@@ -20,6 +20,8 @@ from tfdist.transport import buckets
 
 
 class Workers(Conformance):
+    # The suite of MirroredStrategy with the same policy, or without one.
+    repeats = True
     left_out = frozenset(OUTSIDE_OF_RUN)
     # A worker's error ends the collectives of all for good.
     test_error_of_an_operation_is_raised_and_the_next_fit_is_clean = None

@@ -20,6 +20,8 @@ class TestServerParts(Conformance):
     # Two workers' dense gradients have one sum in any order.
     left_out = _Aggregated.left_out - {TRANSFORMS[2]}
     logs_within = _Aggregated.logs_within
+    # `TestAggregated` on workers of one device.
+    repeats = True
     # `TestSpanningDevices` has the others in one process.
     quick = frozenset({TRANSFORMS[0]})
     quick_tests = frozenset({"test_steps_on_single_batches"})

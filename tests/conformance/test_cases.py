@@ -18,4 +18,4 @@ def test_each_case_is_quick_under_a_strategy_or_slow() -> None:
         if isinstance(found, type) and issubclass(found, Numbers) and found.__name__.startswith("Test")
     }
     assert len(suites) > 8
-    assert {case for suite in suites for case, is_slow in suite.cases().items() if not is_slow} == set(CASES) - SLOW
+    assert {case for suite in suites for case, marks in suite.cases().items() if not marks} == set(CASES) - SLOW

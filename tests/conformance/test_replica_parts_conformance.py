@@ -18,6 +18,7 @@ class TestSpanningDevices(Conformance):
     """Two replicas of two devices each; layers are placed alternately."""
 
     is_exclusive = False
+    repeats = True
     # Where an operation runs depends on the parts of a step: eager, graph and loops, gradients that are dense, sparse
     # and of a loop, sums that an optimizer clips. `TestMirrored` has the others on one device each.
     quick = frozenset({"run_eagerly", "embedding, clipnorm", "loop, gradient_penalty"})

@@ -73,16 +73,16 @@ def checks(files: Sequence[pathlib.Path]) -> list[Any]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 is_slow = "pytest.mark.slow" in map(ast.unparse, node.decorator_list)
-                found.append(_param(Check(path, "", node.name), is_slow))
+                found.append(_param(Check(path, "", node.name), [pytest.mark.slow] if is_slow else []))
             elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
                 suite = getattr(importlib.import_module(path.stem), node.name)
-                found += [_param(Check(path, node.name, name), is_slow) for name, is_slow in suite.checks()]
+                found += [_param(Check(path, node.name, name), marks) for name, marks in suite.checks()]
     return found
 
 
-def _param(check: Check, is_slow: bool) -> Any:
+def _param(check: Check, marks: list[pytest.MarkDecorator]) -> Any:
     name = f"{check.owner}-{check.name}" if check.owner else check.name
-    return pytest.param(check, id=name, marks=[pytest.mark.slow] if is_slow else [])
+    return pytest.param(check, id=name, marks=marks)
 
 
 def run(
