@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 
@@ -113,7 +114,7 @@ def _unknown(kind: str, given: str, known: Collection[str], page: str) -> _Usage
     meant = [words[name] for name, others in _OTHER_NAMES.items() if given in others.split() and name in words]
     meant += [words[name] for name in closest]
     if given.endswith(".py") or (given.startswith("-") and known is PLATFORMS):
-        meant = [f"launch local {given}"]
+        meant = [f"launch local {shlex.quote(given)}"]
     hint = f"; did you mean tfdist {meant[0]}? There" if meant else "; there"
     return _UsageError(f"unknown {kind}{hint} is: {', '.join(known)} (see {page}). Received: {given!r}")
 

@@ -7,8 +7,10 @@ import dataclasses
 import difflib
 import importlib
 import itertools
+import json
 import pathlib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -40,15 +42,17 @@ _SYNONYMS = (
     "tasks_per_node ntasks_per_node nproc_per_node npernode ppn slots_per_host",
     "num_workers workers replicas num_processes nproc_per_node num_proc nproc nprocs np n completions parallelism",
     "num_workers workers ntasks num_tasks world_size",
+    "workers nodes nnodes num_nodes num_machines",
     "num_ps ps servers num_servers parameter_servers",
     "hosts host H machines",
     "hostfile machinefile",
+    "devices_per_worker | gpus num_gpus",
     "gpus_per_worker gpus_per_task gpu | gpus_per_node | gpus num_gpus G multi_gpu use_gpu cuda accelerator",
     "env x genv env_vars",
     "help helpfull helpshort",
     "image container_image docker_image",
     "min_workers min_np",
-    "max_restarts restarts restart retries reset_limit backoff_limit",
+    "max_restarts restarts restart retries max_retries max_failures reset_limit backoff_limit",
     "task_logs log_dir logdir output_filename | redirects r",
     "directory working_dir chdir workdir wdir cwd D",
     "tf_log_level | log_level verbose v debug",
@@ -68,6 +72,7 @@ _SYNONYMS = (
     "constraint C",
     "output o",
     "name job_name J",
+    "namespace ns",
     "cpus_per_task c",
     "strategy placement_strategy",
     "runtime_env runtime_env_json",
@@ -79,12 +84,12 @@ _SYNONYMS = (
 # Flags that take what has no flag: names that are surely meant for it, and the value of the flag.
 _HANDING_ON = (
     ("gpus_per_worker", "cpu|use_cpu|no_cuda", "0"),
-    ("resources_per_worker", r"(num_|use_)?gpus?(_per_\w+)?", """'{{"GPU": {number}}}'"""),
-    ("resources_per_worker", r"(num_)?cpus?(_per_\w+)?", """'{{"CPU": {number}}}'"""),
-    ("resources_per_worker", "mem(ory)?", """'{{"CPU": 1, "memory": BYTES}}'"""),
-    ("resources_per_worker", r"(\w+_)?resources(_per_task)?", """'{{"CPU": 1, "GPU": 1}}'"""),
-    ("runtime_env", r"conda|working_dir", """'{{"{name}": "{value}"}}'"""),
-    ("runtime_env", r"pip|py_modules", """'{{"{name}": ["{value}"]}}'"""),
+    ("resources_per_worker", r"(num_|use_)?gpus?(_per_\w+)?", '{{"GPU": {number}}}'),
+    ("resources_per_worker", r"(num_)?cpus?(_per_\w+)?", '{{"CPU": {number}}}'),
+    ("resources_per_worker", "mem(ory)?", '{{"CPU": 1, "memory": BYTES}}'),
+    ("resources_per_worker", r"(\w+_)?resources(_per_task)?", '{{"CPU": 1, "GPU": 1}}'),
+    ("runtime_env", r"conda|working_dir", '{{"{name}": {json}}}'),
+    ("runtime_env", r"pip|py_modules", '{{"{name}": [{json}]}}'),
     # Containers are of srun's plugin pyxis.
     ("srun", r"container\w*|mpi|(cpu|mem|accel)_bind|pty|label|[lurKEX]|unbuffered|kill_on_bad_exit", "{option}"),
     ("srun", r"multi_prog|preserve_env|overlap|compress|bcast|(task_)?(pro|epi)log|resv_ports|relative", "{option}"),
@@ -133,9 +138,13 @@ _NO_FLAG = (
     ("refresh_secs", "port|host|bind_all", "it writes to the terminal; the page is in TensorBoard"),
     ("runtime_env", r"submission_id|no_wait|entrypoint_\w+|metadata_json", "ray job submit has it, before --"),
     ("sbatch", "array|a", "a job is one cluster; submit it several times"),
-    ("sbatch", _NODES, "they are all tasks (--num_workers and others) divided by --tasks_per_node"),
+    (
+        "sbatch",
+        _NODES,
+        "write --num_workers={n} for a worker on each, --num_workers={twice} --tasks_per_node=2 for two",
+    ),
     ("hosts", _NODES, "--hosts names them, as in --hosts=a:4,b:4 for 4 tasks on each"),
-    ("env", _NODES, "--num_workers counts the workers of all nodes together"),
+    ("env", _NODES, "write --num_workers={n} for as many workers, on all nodes together"),
     ("dry_run", _NODES, "tfdist launch ssh --hosts=a,b has several machines; here all --num_workers are on one"),
     ("dry_run", r"rdzv_\w+|(master|main_process)_\w+|(node|machine)_rank|standalone|local_addr|nics", _MEET),
     ("dry_run", "same_network|network_interfaces?", _MEET),
@@ -158,6 +167,8 @@ _NO_FLAG = (
     ("dry_run", r"binding_args|num_nccl_streams|tensor_fusion_\w+|display_map|use_hwthread_cpus", _UNUSED),
     ("dry_run", r"monitor_interval|start_method|role|run_path|event_\w+|logs_specs|numa_\w+|main_\w+", _UNUSED),
 )
+# Programs that users of other launchers type before the script.
+_STARTERS = re.compile(r"python[\d.]*|torchrun|horovodrun|mpirun|mpiexec|srun", re.ASCII)
 _LEAST_LIKENESS = 0.88
 # A line of a flagfile whose value is in quotes, which a shell would take off.
 _QUOTED = re.compile(r"""^(-[^=]*=)?(["'])((?:(?!\2).)*)\2$""")
@@ -195,21 +206,42 @@ def run_command(
     if values.help:
         sys.stdout.write(f"{usage}\nflags (also from a file, with --flagfile=FILE):\n{describe(values)}")
         return 0
-    if has_script and not rest:
-        raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
-    if has_script and rest[0] == "-m" and (len(rest) == 1 or rest[1].startswith("-")):
-        raise LaunchError(f"-m has no module; write -m MODULE, and flags before -m. Received: {' '.join(rest)}")
     if has_script:
-        bare, equals, value = rest[0].lstrip("-\u2010\u2013\u2014\u2212").partition("=")
-        if equals and not pathlib.Path(rest[0]).exists() and (name := _name_in(values, f"--{bare}")[0]):
-            raise FlagError(f"a flag begins with two hyphens; write --{name}={value}. Received: {rest[0]!r}")
-        if re.match(r"\S+\.py\s", rest[0]) and not pathlib.Path(rest[0]).exists():
-            raise LaunchError(f"the script is quoted with its arguments; don't quote them. Received: {rest[0]!r}")
-        if "--" not in arguments[: -len(rest)]:
-            _look_behind(values, rest)
+        _check_script(values, arguments, rest)
     elif len(rest) != bool(takes) or "" in rest:
         raise FlagError(f"give {f'one {takes}' if takes else 'flags only'}. Received: {' '.join(rest) or 'nothing'}")
     return run(values, rest)
+
+
+def _check_script(values: flags.FlagValues, arguments: Sequence[str], rest: Sequence[str]) -> None:
+    """Raises an error where no script follows the flags, with what was probably meant."""
+    if not rest:
+        raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
+    script, following = rest[0], [*rest[1:2], ""][0]
+    if script == "-m" and (not following or following.startswith("-")):
+        raise LaunchError(f"-m has no module; write -m MODULE, and flags before -m. Received: {' '.join(rest)}")
+    if script == "-m" and following.endswith(".py"):
+        form = shlex.quote(following)
+        raise LaunchError(f"-m takes a module, and this is a file; write {form} without -m. Received: -m {form}")
+    if _STARTERS.fullmatch(pathlib.Path(script).name):
+        named = [each for each in rest[1:] if each == "-m" or not each.startswith("-")] or ["SCRIPT"]
+        form = shlex.join(named[: 1 + (named[0] == "-m")])
+        raise LaunchError(f"{script} is not needed before the script; write {form} alone. Received: {script!r}")
+    before = arguments[: -len(rest)]
+    if not pathlib.Path(script).exists():
+        bare, equals, value = script.lstrip("-\u2010\u2013\u2014\u2212").partition("=")
+        if equals and (name := _name_in(values, f"--{bare}")[0]):
+            raise FlagError(f"a flag begins with two hyphens; write {shell_flag(name, value)}. Received: {script!r}")
+        if re.match(r"\S+\.py\s", script):
+            raise LaunchError(f"the script is quoted with its arguments; don't quote them. Received: {script!r}")
+        flag, equals, _ = _name_in(values, ["", *before][-1])
+        has_script = not re.search(r"^-|\.py$", script) and any(each.endswith(".py") for each in rest[1:])
+        if flag in values and not equals and has_script:
+            is_text = not isinstance(values[flag], flags.BooleanFlag)
+            form = shell_flag(flag, script) if is_text else f"--{flag}, or --no{flag}"
+            raise FlagError(f"--{flag} takes no value after a blank; write {form}. Received: {before[-1]} {script}")
+    if "--" not in before:
+        _look_behind(values, rest)
 
 
 DEFINE: dict[type, Callable[..., object]] = {
@@ -324,7 +356,7 @@ def _underscored(values: flags.FlagValues, arguments: Sequence[str], files: dict
             raise FlagError(_unknown(argument.partition("=")[0], value, where, values))
         if not equals and (name == "flagfile" or (name in values and not values[name].boolean)):
             if not rest or following.endswith(".py") or following == "-m" or _name_in(values, following)[0]:
-                raise FlagError(f"the flag {argument} has no value{where}; write {argument}=VALUE")
+                raise FlagError(f"the flag {argument} has no value{where}; write {_example(values, name)}")
             equals, value, rest = "=", following, rest[1:]
         if name == "flagfile":
             if value in read:
@@ -361,19 +393,23 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
     if parts := re.fullmatch(r"([A-Za-z])(\d+)|(\w+) (.*)", name):  # -n2, or a line of a file without "=".
         name, value = filter(None, parts.groups())
     if name == "n" and "namespace" in values and not value.isdecimal():
-        return f"{unknown}; did you mean --namespace{value and f'={value}'}, or --num_workers?"
-    if not re.fullmatch(_NODES, name) and (meant := _meant(name, value, values)):
-        return f"{unknown}; did you mean {meant}?"
+        return f"{unknown}; did you mean {shell_flag('namespace', value)}, or --num_workers?"
+    is_launcher = "dry_run" in values
+    if not (is_launcher and re.fullmatch(_NODES, name)) and (meant := _meant(name, value, values)):
+        flag = meant.removeprefix("--")
+        is_complete = flag not in values or values[flag].boolean
+        return f"{unknown}; did you mean {meant}?" + ("" if is_complete else f" It takes {_form(values, flag)}")
+    number = int(value) if value.isdecimal() else 2
     for flag, names, remedy in _NO_FLAG:
         if (flag in values if flag else values.is_gnu_getopt()) and re.fullmatch(names, name):
-            return f"{unknown}; {remedy.format(value=value or 'PATH', name=value or 'NAME')}"
-    is_launcher = "dry_run" in values
+            given = {"value": shlex.quote(value or "PATH"), "name": shlex.quote(value or "NAME")}
+            return f"{unknown}; {remedy.format(**given, n=number, twice=2 * number)}"
     if is_launcher and "env" not in values and name in ("env", "x", "genv", "python", "directory", "working_dir"):
         return f"{unknown}; tasks on this machine have the Python, directory and environment of this command"
     if name.startswith("tfdist_"):
         return f"{unknown}; it is for the script: put it behind the script's name"
     hints = [
-        f"for {what}, write --{flag}={_handed_on(form, name, value)}"
+        f"for {what}, write {shell_flag(flag, _handed_on(form, name, value))}"
         for flag, (what, names, form) in _HANDING_ON_ANY.items()
         if flag in values and re.fullmatch(names, name)
     ]
@@ -387,14 +423,14 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
 def _homes(name: str, value: str, is_launcher: bool, is_exact: bool) -> str:
     """Returns which other commands have a flag; "" if none has. A launcher's are those of launchers.
 
-    Unless `is_exact`, they may have it under another name, or hand it on.
+    Unless `is_exact`, a launcher may have it under another name that is known, or hand it on.
     """
     found: dict[str, str] = {}
     commands = {f"launch {each}": module for each, module in LAUNCHERS.items()} | ({} if is_launcher else COMMANDS)
     for command, module in commands.items():
         values = flags.FlagValues()
         importlib.import_module(module).define_flags(values)
-        if name in values or (not is_exact and (meant := _meant(name, value, values))):
+        if name in values or (is_launcher and not is_exact and (meant := _meant(name, value, values, likeness=1))):
             found[f"tfdist {command}"] = "" if name in values else f", as {meant}"
     if exact := [command for command, meant in found.items() if not meant]:
         *others, last = exact
@@ -402,35 +438,43 @@ def _homes(name: str, value: str, is_launcher: bool, is_exact: bool) -> str:
     return next((f"{command} has it{meant}" for command, meant in found.items()), "")
 
 
-def _meant(name: str, value: str, values: flags.FlagValues) -> str:
+def shell_flag(flag: str, value: str = "") -> str:
+    """Returns a flag and its value, if it has one, as a shell reads them."""
+    return f"--{flag}={shlex.quote(value)}" if value else f"--{flag}"
+
+
+def _meant(name: str, value: str, values: flags.FlagValues, likeness: float = _LEAST_LIKENESS) -> str:
     """Returns the flag of a command, with its value, that does what a flag of another name is for; "" if none does."""
     for flag, names, form in _HANDING_ON:
         if flag in values and re.fullmatch(names, name):
-            return f"--{flag}={_handed_on(form, name, value)}"
-    flag, is_same = _counterpart(name, values)
+            return shell_flag(flag, _handed_on(form, name, value))
+    flag, is_same = _counterpart(name, values, likeness)
     # Tasks of each host, where there are several hosts, are not all workers.
     is_same &= not (name == "nproc_per_node" and flag == "num_workers" and "port" in values)
     if not is_same or values[flag].boolean or (values[flag].flag_type() == "int" and not value.isdecimal()):
         value = ""
-    return flag and f"--{flag}{value and f'={value}'}"
+    return flag and shell_flag(flag, value)
 
 
 def _handed_on(form: str, name: str, value: str) -> str:
     option = f"--{name.replace('_', '-')}{value and f'={value}'}" if len(name) > 1 else f"-{name}{value}"
     number = value if value.isdecimal() else int(value.lower() not in ("false", "no"))
-    return form.format(name=name, value=value, number=number, option=option)
+    return form.format(name=name, value=value, number=number, option=option, json=json.dumps(value))
 
 
-def _counterpart(name: str, values: flags.FlagValues) -> tuple[str, bool]:
-    """Returns the flag that another name is for, and True if its value means the same; "" if there is none."""
+def _counterpart(name: str, values: flags.FlagValues, likeness: float = _LEAST_LIKENESS) -> tuple[str, bool]:
+    """Returns the flag that another name is for, and True if its value means the same; "" if there is none.
+
+    With `likeness=1` names that are only like it don't count.
+    """
     for group in _SYNONYMS:
         parts = {each: part for part, names in enumerate(group.split("|")) for each in names.split()}
         if name in parts and (known := next((each for each in parts if each in values), "")):
             return known, parts[name] == parts[known]
     names = [each for each in values if len(each) > 1]
     # "window" for window_secs, "policy" for policies.
-    longer = [each for each in names if len(name) > 2 and _singular(each).startswith(_singular(name))]
-    close = longer if len(longer) == 1 else difflib.get_close_matches(name, names, 1, _LEAST_LIKENESS)
+    longer = [each for each in names if likeness < 1 and len(name) > 2 and _singular(each).startswith(_singular(name))]
+    close = longer if len(longer) == 1 else difflib.get_close_matches(name, names, 1, likeness)
     return (close[0], True) if close else ("", False)
 
 
@@ -453,9 +497,22 @@ def _illegal(text: str, values: flags.FlagValues, files: Mapping[str, str]) -> s
     if name == "gpus_per_node" and (typed := re.fullmatch(r"(?=.*\d)[A-Za-z]\w*(?::(\d+))?", value)):
         given = f"--{name}={typed[1] or 1} --sbatch=--gpus-per-node={value}"
         return f"--{name} is a number; write {given} for a type. {received}"
-    kind = re.sub("^(?=number)", "a ", re.sub("^(?=integer)", "an ", flag.parser.syntactic_help))
-    example = flag.default or max(1, getattr(flag.parser, "lower_bound", None) or 0)
-    return f"--{name} must be {kind}, such as --{name}={example}. {received}"
+    return f"--{name} must be {_form(values, name)}. {received}"
+
+
+def _form(values: flags.FlagValues, name: str) -> str:
+    """Returns the kind of a flag's values, and the flag with an example."""
+    kind = re.sub("^(?=number)", "a ", re.sub("^(?=integer)", "an ", values[name].parser.syntactic_help))
+    return f"{kind or 'a value'}, such as {_example(values, name)}"
+
+
+def _example(values: flags.FlagValues, name: str) -> str:
+    flag = values[name] if name in values else flags.Flag(flags.ArgumentParser(), None, name, None, "")
+    told = re.search("such as (?:'(.+?)'|([^;, ]+))", str(flag.help))
+    choices = [*getattr(flag.parser, "enum_values", ()), *filter(None, told.groups() if told else ())]
+    if flag.flag_type() in ("int", "float"):
+        choices = [max(1, getattr(flag.parser, "lower_bound", None) or 0)]
+    return shell_flag(name, str(flag.default or [*choices, "VALUE"][0]))
 
 
 def _look_behind(values: flags.FlagValues, command: Sequence[str]) -> None:
@@ -475,7 +532,7 @@ def _look_behind(values: flags.FlagValues, command: Sequence[str]) -> None:
             raise FlagError(f"{behind}, and the job would start; put it, or -- if it is the script's own, {before}")
         # Of a module, or in an image, there is no file at hand: it may have a flag of that name.
         if source:
-            _log.say(f"{behind}; for the launcher, put {f'--{meant}={following}' if is_short else 'it'} {before}")
+            _log.say(f"{behind}; for the launcher, put {shell_flag(meant, following) if is_short else 'it'} {before}")
 
 
 def _source(script: str) -> str:

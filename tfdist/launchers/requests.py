@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -199,8 +198,6 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def _script_problem(path: pathlib.Path) -> str | None:
-    if re.fullmatch(r"python[\d.]*", path.name):
-        return "must stand alone, as the launcher starts Python; leave it away"
     if path.is_dir():
         found = (path / "__main__.py").exists()
         return None if found else "is a directory without __main__.py; name a file"
@@ -218,5 +215,5 @@ def _check_module(name: str) -> None:
         found = None
     finally:
         sys.path.remove("")
-    if found is None or name.endswith(".py"):
+    if found is None:
         raise LaunchError(f"there is no such module; check its name and PYTHONPATH. Received: -m {name!r}")

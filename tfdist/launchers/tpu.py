@@ -66,12 +66,13 @@ class TpuJob:
         for flag, example in (("accelerator_type", "v4-8"), ("zone", "us-central2-b")):
             if not getattr(self, flag):
                 raise LaunchError(f"--{flag} is missing; write it, such as --{flag}={example}. Received: nothing")
-        kind = self.accelerator_type.rpartition("-")[0]
-        if kind not in _SEVERAL:
+        kind, _, number = self.accelerator_type.rpartition("-")
+        if kind not in _SEVERAL or not number.isdecimal():
             if self.create:
                 raise LaunchError(
-                    f"--accelerator_type begins with none of {', '.join(_SEVERAL)}; make such a TPU with gcloud, and "
-                    f"add --nocreate. Received: {self.accelerator_type!r}"
+                    f"--accelerator_type is not known; write one such as {', '.join(f'{kind}-8' for kind in _SEVERAL)} "
+                    f"(v5e is v5litepod), or make the TPU with gcloud and add --nocreate. Received: "
+                    f"{self.accelerator_type!r}"
                 )
             _log.say(f"--accelerator_type={self.accelerator_type} is not known here: taken as one host")
         if not self.version:
