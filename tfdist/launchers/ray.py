@@ -92,7 +92,9 @@ class RayJob(SupervisedJob):
         misspelt = [name for name in worker if name not in _OPTIONS and name.upper() in ("CPU", "GPU")]
         are_numbers = all(type(value) in (int, float) and value >= 0 for value in worker.values())
         if misspelt or not are_numbers or not any(worker.values()):
-            needed = '--resources_per_worker must be numbers by Ray\'s names, not all 0, such as {"CPU": 2, "GPU": 1}'
+            needed = (
+                '--resources_per_worker must be numbers by Ray\'s names, not all 0, such as \'{"CPU": 2, "GPU": 1}\''
+            )
             raise LaunchError(f"{needed}. Received: {self.resources_per_worker}")
         worker = {name: value for name, value in worker.items() if value}  # Ray refuses zeros.
         bundles = [worker if task in self.shape.computing else {"CPU": 1} for task in self.shape.tasks]
@@ -114,8 +116,7 @@ def plan(job: RayJob, dropped: Collection[str] = ()) -> Request:
     tasks, bundles = [], {task: str(bundle) for bundle, task in enumerate(job.shape.tasks)}
     for task in left.tasks:
         sent = {**left.environment("ray", stand_ins, task), **job.env}
-        env = {SENT_PREFIX + name: value for name, value in sent.items()}
-        env[_BUNDLE_VARIABLE] = bundles[whole[task]]
+        env = {SENT_PREFIX + name: value for name, value in sent.items()} | {_BUNDLE_VARIABLE: bundles[whole[task]]}
         tasks.append(TaskRequest(str(task), env, ("python", *job.command)))
     return job.request(left, tasks)
 
@@ -163,7 +164,6 @@ class Actors:
     """Starts the tasks of a job, each in an actor of its own, in its bundle of the job's placement group.
 
     Attributes:
-      job: the job.
       addresses: for each attempt the addresses by stand-in, as the actors report them.
       waiting: bundle of each task that waits for its actor.
     """
@@ -357,7 +357,9 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     if job.copy:
         requests.check_command(job.command)
         runtime_env["working_dir"] = str(pathlib.Path.cwd())
-    return command_line.submit_or_show(values, plan(job), lambda: _submit(job, runtime_env, logs))
+    bundles = ", ".join(f"{task} {json.dumps(each)}" for task, each in zip(job.shape.tasks, job.bundles, strict=True))
+    asked = f"# Ray at {job.address}: placement group {job.strategy} of {bundles}; runtime environment {runtime_env}"
+    return command_line.submit_or_show(values, f"{asked}\n\n{plan(job)}", lambda: _submit(job, runtime_env, logs))
 
 
 def _submit(job: RayJob, runtime_env: Mapping[str, Any], logs: LogSettings) -> int:
