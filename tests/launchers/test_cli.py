@@ -5,6 +5,7 @@ import functools
 import importlib
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -104,7 +105,7 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         ),
         ("launch kubernetes -n2", "unknown flag -n2; did you mean --num_workers=2?"),
         ("launch ssh -np 2", "unknown flag -np; did you mean --num_workers=2?"),
-        ("launch local --nproc_per_node=gpu", "unknown flag --nproc_per_node; did you mean --num_workers?"),
+        ("launch local --nproc_per_node=auto", "unknown flag --nproc_per_node; did you mean --num_workers? It takes"),
         ("launch local --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --num_workers=2?"),
         ("launch ssh --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --num_workers?"),
         ("launch ssh -H a:2,b", "unknown flag -H; did you mean --hosts=a:2,b?"),
@@ -124,31 +125,19 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         ("launch ssh --hosts a:2 b:2", "hosts are separated by commas: --hosts=a:2,b:2. Received: 'b:2'"),
         ("launch tpu --tpu_name", "unknown flag --tpu_name; write --name=NAME"),
         ("launch tpu --tpu-vm=x", "unknown flag --tpu-vm; write --name=x"),
-        (
-            "launch ray --memory=16GB",
-            'unknown flag --memory; did you mean --resources_per_worker=\'{"CPU": 1, "memory": B',
-        ),
+        ("launch ray --memory=16GB", 'unknown flag --memory; did you mean --resources_per_worker=\'{"CPU": 1, "mem'),
         ("launch ray --use_gpu=false", "unknown flag --use_gpu; did you mean --resources_per_worker='{\"GPU\": 0}'?"),
         ("launch slurm -q a", "unknown flag -q; did you mean --qos=a?"),
-        (
-            "launch slurm --gpus-per-socket=2",
-            "unknown flag --gpus-per-socket; for an option of Slurm, write --sbatch=--gpus-per-socket=2",
-        ),
+        ("launch slurm --wrap=a;b", "unknown flag --wrap; for an option of Slurm, write --sbatch='--wrap=a;b'"),
         ("launch slurm --pty", "unknown flag --pty; did you mean --srun=--pty?"),
         ("launch local --nnodes=2", "unknown flag --nnodes; tfdist launch ssh --hosts=a,b has several machines"),
-        ("launch slurm -N 2", "unknown flag -N; they are all tasks (--num_workers and others) divided by --tasks_per"),
+        ("launch slurm -N 2", "unknown flag -N; write --num_workers=2 for a worker on each, or --tasks_per_node=2"),
         ("launch tpu --type=v4-8", "unknown flag --type; did you mean --accelerator_type=v4-8?"),
         ("launch slurm --gpus-per-task=2", "unknown flag --gpus-per-task; did you mean --sbatch=--gpus-per-task=2?"),
         ("launch slurm --signal=B:60", "unknown flag --signal; did you mean --pre_kill_secs?"),
-        (
-            "launch slurm --gpus-per-node=a100:4",
-            "--gpus_per_node is a number; write --gpus_per_node=4 --sbatch=--gpus-per-node=a100:4 for a type. Received",
-        ),
+        ("launch slurm --gpus-per-node=a100:4", "--gpus_per_node is a number; write --gpus_per_node=4 --sbatch=--gpu"),
         ("launch slurm --licenses=a", "unknown flag --licenses; for an option of Slurm, write --sbatch=--licenses=a"),
-        (
-            "launch slurm --container-image=i",
-            "unknown flag --container-image; did you mean --srun=--container-image=i?",
-        ),
+        ("launch slurm --container-env=i", "unknown flag --container-env; did you mean --srun=--container-env=i?"),
         ("launch local --gres gpu:2", "unknown flag --gres; tfdist launch slurm has it, as --sbatch=--gres=gpu:2"),
         ("launch local -H a,b", "unknown flag -H; tfdist launch ssh has it, as --hosts=a,b"),
         ("launch local --partition=p", "unknown flag --partition; tfdist launch slurm has it"),
@@ -165,12 +154,24 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         ("launch ssh --ssh-port=22", "unknown flag --ssh-port; did you mean --ssh=-p22?"),
         ("launch local --gloo", "unknown flag --gloo; did you mean --communication=tensorflow?"),
         ("launch local --multi_gpu", "unknown flag --multi_gpu; did you mean --gpus_per_worker?"),
-        (
-            "launch local num-workers=2",
-            "a flag begins with two hyphens; write --num_workers=2. Received: 'num-workers=2'",
-        ),
+        ("launch local num-workers=2", "a flag begins with two hyphens; write --num_workers=2. Received: 'num-work"),
         ("launch local \u2013-num_workers=2", "a flag begins with two hyphens; write --num_workers=2. Received: "),
-        ("launch local -m pip.py", "there is no such module; check its name and PYTHONPATH. Received: -m 'pip.py'"),
+        ("launch local -m pip.py", "-m takes a module, and this is a file; leave -m out. Received: -m 'pip.py'"),
+        ("launch ssh --hosts=a --dry_run python", "the script is started by Python; leave 'python' out. Received: pyt"),
+        ("launch local --telemetry logs", "--telemetry takes no value after a blank; write --telemetry=logs. Received"),
+        ("launch local --chief 1", "--chief takes no value after a blank; write --chief, or --nochief. Received: --ch"),
+        (
+            "launch local --verbose",
+            "unknown flag --verbose; did you mean --tf_log_level? It takes a value, such as --t",
+        ),
+        ("launch ray --max-retries=2", "unknown flag --max-retries; did you mean --max_restarts=2?"),
+        ("launch kubernetes --ns=x", "unknown flag --ns; did you mean --namespace=x?"),
+        ("simulate --nodes=4", "unknown flag --nodes; did you mean --workers=4?"),
+        (
+            "simulate --gpus=4",
+            "unknown flag --gpus; did you mean --devices_per_worker? It takes a value, such as --dev",
+        ),
+        ("watch --nodes=3", "unknown flag --nodes (see tfdist watch --help)"),
         ("launch local --run=a", "--run is a folder in --task_logs; add --task_logs=DIR. Received: --run=a"),
         ("launch local --version", "unknown flag --version; tfdist --version prints it"),
         ("watch --logdir=logs", "unknown flag --logdir; write it without a name: logs"),
@@ -178,17 +179,14 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         ("launch kubernetes -n 2", "unknown flag -n; did you mean --num_workers=2?"),
         ("launch slurm -p gpu", "unknown flag -p; did you mean --partition=gpu?"),
         ("launch slurm --gpus=8", "unknown flag --gpus; did you mean --gpus_per_node?"),
-        (
-            "launch slurm --min_workers=1",
-            "unknown flag --min_workers; tfdist launch local, tfdist launch ssh and tfdist launch ray have it",
-        ),
+        ("launch slurm --min_workers=1", "unknown flag --min_workers; tfdist launch local, tfdist launch ssh and tfdi"),
         ("launch local --rdzv_endpoint=a:1", "unknown flag --rdzv_endpoint; leave it out, because tasks learn"),
         ("launch local --task_logs", "the flag --task_logs has no value; write --task_logs=VALUE"),
         ("simulate --num_workers=4", "unknown flag --num_workers; did you mean --workers=4?"),
         ("simulate --updates=5", "unknown flag --updates; did you mean --num_updates=5?"),
         ("simulate --log_dir=x", "unknown flag --log_dir; removed; --json=FILE has the result"),
         ("doctor --meet_secs=4", "unknown flag --meet_secs; removed; --measure connects the tasks"),
-        ("simulate --policy=x", "unknown flag --policy; did you mean --policies=x?"),
+        ("simulate --policy=A(b=1)", "unknown flag --policy; did you mean --policies='A(b=1)'?"),
         ("doctor --time", "unknown flag --time; did you mean --timeout_secs?"),
         ("doctor --hosts=a", "unknown flag --hosts; tfdist launch ssh has it"),
         ("profile --steps=9", "unknown flag --steps; did you mean --secs?"),
@@ -199,7 +197,12 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
 def test_wrong_flag_brings_the_one_that_does_what_was_meant(command, words, capsys):
     script = ["setup.py"] if command.startswith("launch") else []
     assert cli.main([*command.split(), *script]) == 2
-    assert capsys.readouterr().err.startswith(f"tfdist: {words}")
+    err = capsys.readouterr().err
+    assert err.startswith(f"tfdist: {words}")
+    known = _flags_of(command.split()[:2] if script else command.split()[:1])
+    for suggested in re.findall(r"did you mean (--\S+)\?|such as (--\S+) \(see", err):
+        (flag,) = shlex.split("".join(suggested))
+        assert flag[2:].partition("=")[0] in known
 
 
 @pytest.mark.parametrize(
@@ -210,10 +213,7 @@ def test_wrong_flag_brings_the_one_that_does_what_was_meant(command, words, caps
             "# Comment\n\n--num_workers 2",
             "unknown flag --num_workers 2 in own.flags, line 3; did you mean --num_workers=2?",
         ),
-        (
-            "--num-workers=x",
-            "--num_workers must be a positive integer, such as --num_workers=2. Received: --num_workers=x in own",
-        ),
+        ("--num-workers=x", "--num_workers must be a positive integer, such as --num_workers=2. Received: --num_work"),
         ("--task_logs", "the flag --task_logs has no value in own.flags, line 1; write --task_logs=VALUE"),
         (
             "--chief\ntrain.py",
@@ -305,7 +305,8 @@ def test_every_platform_has_a_front_a_flagfile_and_a_page(platform, capsys):
     assert f"launch/{platform}.flags" in page
     flagfile = f"--flagfile={root / 'launch' / f'{platform}.flags'}"
     assert cli.main(["launch", platform, flagfile, "--dry_run", str(root / "setup.py")]) == 0
-    assert capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out and ('# Ray at auto: placement group PACK of worker:0 {"CPU": 1}, ' in out) == (platform == "ray")
 
 
 @pytest.mark.parametrize(

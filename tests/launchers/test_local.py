@@ -367,7 +367,7 @@ def test_a_program_may_submit_a_job_and_keeps_its_signal_handlers(script, capsys
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["python3", "a.py"], "tfdist: the script must stand alone, as the launcher starts Python; leave it away."),
+        (["python3", "a.py"], "tfdist: the script is started by Python; leave 'python3' out. Received: python3 a.py"),
         (["nope.py"], "tfdist: the script does not exist (looked in {root}); check its name. Received: 'nope.py'"),
         (["tests"], "tfdist: the script is a directory without __main__.py; name a file. Received: 'tests'"),
         (["x" * 5000], "tfdist: the script can't be looked up"),

@@ -32,10 +32,8 @@ def test_hosts_of_a_type(name, hosts, capsys):
     ("options", "words"),
     [
         ({"zone": ""}, "--zone is missing; write it, such as --zone=us-central2-b. Received: nothing"),
-        (
-            {"accelerator_type": "v99-512"},
-            "--accelerator_type begins with none of v2, v3, v4, v5p, v5litepod, v6e; make",
-        ),
+        ({"accelerator_type": "v5e-8"}, "--accelerator_type is not known; write one such as v2-8, v3-8, v4-8, v5p-8"),
+        ({"accelerator_type": "v4"}, "--accelerator_type is not known; write one such as v2-8, v3-8, v4-8, v5p-8"),
         ({"accelerator_type": "v6e-16"}, "--version is no runtime for 4 hosts; use tpu-vm-tf-VERSION-pod-pjrt"),
     ],
 )

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import itertools
-import json
 import pathlib
 import re
 import shlex
@@ -88,16 +88,12 @@ _HANDING_ON = (
     ("resources_per_worker", r"(num_)?cpus?(_per_\w+)?", '{{"CPU": {number}}}'),
     ("resources_per_worker", "mem(ory)?", '{{"CPU": 1, "memory": BYTES}}'),
     ("resources_per_worker", r"(\w+_)?resources(_per_task)?", '{{"CPU": 1, "GPU": 1}}'),
-    ("runtime_env", r"conda|working_dir", '{{"{name}": {json}}}'),
-    ("runtime_env", r"pip|py_modules", '{{"{name}": [{json}]}}'),
+    ("runtime_env", r"conda|working_dir", '{{"{name}": "{value}"}}'),
+    ("runtime_env", r"pip|py_modules", '{{"{name}": ["{value}"]}}'),
     # Containers are of srun's plugin pyxis.
     ("srun", r"container\w*|mpi|(cpu|mem|accel)_bind|pty|label|[lurKEX]|unbuffered|kill_on_bad_exit", "{option}"),
     ("srun", r"multi_prog|preserve_env|overlap|compress|bcast|(task_)?(pro|epi)log|resv_ports|relative", "{option}"),
-    (
-        "sbatch",
-        r"gpus_per_task|gres|exclusive|exclude|x|nodelist|reservation|dependency|mem_per_\w+|mail_\w+",
-        "{option}",
-    ),
+    ("sbatch", r"gpus_per_task|gres|exclu\w+|x|nodelist|reservation|dependency|mem_per_\w+|mail_\w+", "{option}"),
     ("ssh", "ssh_port", "-p{value}"),
     ("ssh", "connect_timeout", "-oConnectTimeout={value}"),
     ("ssh", "((ssh|identity|private)_)?(key|identity)(_file)?", "-i{value}"),
@@ -125,11 +121,7 @@ _NO_FLAG = (
     ("measure_secs", "meet_secs", "removed; --measure connects the tasks"),
     ("gcloud", "tpu(_name|_vm)?", "write --name={name}"),
     ("gcloud", r"tpu_\w+", _UNUSED),
-    (
-        "gcloud",
-        "worker|command|(num_)?(workers|nodes)|np?|nproc_per_node|nnodes",
-        "SCRIPT runs on the first host, --setup on all",
-    ),
+    ("gcloud", r"command|(num_)?(workers?|n?nodes)|np?|nproc\w+", "SCRIPT runs on the first host, --setup on all"),
     ("patch", "limits|requests", "--cpu, --memory and --gpus_per_worker are of each pod"),
     ("patch", "task_logs|log_dir|logdir|redirects", "kubectl logs shows the output, which a line at submission names"),
     ("ssh", "user(name)?|login|slots(_per_host)?|ppn|npernode", "write USER@HOST:SLOTS in --hosts"),
@@ -138,11 +130,7 @@ _NO_FLAG = (
     ("refresh_secs", "port|host|bind_all", "it writes to the terminal; the page is in TensorBoard"),
     ("runtime_env", r"submission_id|no_wait|entrypoint_\w+|metadata_json", "ray job submit has it, before --"),
     ("sbatch", "array|a", "a job is one cluster; submit it several times"),
-    (
-        "sbatch",
-        _NODES,
-        "write --num_workers={n} for a worker on each, --num_workers={twice} --tasks_per_node=2 for two",
-    ),
+    ("sbatch", _NODES, "write --num_workers={n} for a worker on each, or --tasks_per_node=2 and twice the workers"),
     ("hosts", _NODES, "--hosts names them, as in --hosts=a:4,b:4 for 4 tasks on each"),
     ("env", _NODES, "write --num_workers={n} for as many workers, on all nodes together"),
     ("dry_run", _NODES, "tfdist launch ssh --hosts=a,b has several machines; here all --num_workers are on one"),
@@ -163,8 +151,6 @@ _NO_FLAG = (
     ("dry_run", r"max_np|max_workers|host_discovery_script|blacklist_\w+", "workers and hosts are fixed at the start"),
     ("dry_run", r"autotune\w*|fusion_\w+|cycle_time_ms|\w*_cache|cache_\w+|hierarchical_\w+|\w*stall_\w+", _UNUSED),
     ("dry_run", r"oversubscribe|map_by|allow_\w+|report_bindings|tag_output|prefix_\w+|log_with\w+", _UNUSED),
-    ("dry_run", r"signals_\w+|virtual_\w+|use_agent_store|duplicate_\w+|timeline_\w+|mpi_threads_\w+", _UNUSED),
-    ("dry_run", r"binding_args|num_nccl_streams|tensor_fusion_\w+|display_map|use_hwthread_cpus", _UNUSED),
     ("dry_run", r"monitor_interval|start_method|role|run_path|event_\w+|logs_specs|numa_\w+|main_\w+", _UNUSED),
 )
 # Programs that users of other launchers type before the script.
@@ -217,17 +203,13 @@ def _check_script(values: flags.FlagValues, arguments: Sequence[str], rest: Sequ
     """Raises an error where no script follows the flags, with what was probably meant."""
     if not rest:
         raise LaunchError("there is no script to run; name one after the flags. Received: nothing")
-    script, following = rest[0], [*rest[1:2], ""][0]
-    if script == "-m" and (not following or following.startswith("-")):
+    script, following, before = rest[0], [*rest[1:], "-"][0], arguments[: -len(rest)]
+    if script == "-m" and following.startswith("-"):
         raise LaunchError(f"-m has no module; write -m MODULE, and flags before -m. Received: {' '.join(rest)}")
     if script == "-m" and following.endswith(".py"):
-        form = shlex.quote(following)
-        raise LaunchError(f"-m takes a module, and this is a file; write {form} without -m. Received: -m {form}")
+        raise LaunchError(f"-m takes a module, and this is a file; leave -m out. Received: -m {following!r}")
     if _STARTERS.fullmatch(pathlib.Path(script).name):
-        named = [each for each in rest[1:] if each == "-m" or not each.startswith("-")] or ["SCRIPT"]
-        form = shlex.join(named[: 1 + (named[0] == "-m")])
-        raise LaunchError(f"{script} is not needed before the script; write {form} alone. Received: {script!r}")
-    before = arguments[: -len(rest)]
+        raise LaunchError(f"the script is started by Python; leave {script!r} out. Received: {shlex.join(rest)}")
     if not pathlib.Path(script).exists():
         bare, equals, value = script.lstrip("-\u2010\u2013\u2014\u2212").partition("=")
         if equals and (name := _name_in(values, f"--{bare}")[0]):
@@ -235,10 +217,11 @@ def _check_script(values: flags.FlagValues, arguments: Sequence[str], rest: Sequ
         if re.match(r"\S+\.py\s", script):
             raise LaunchError(f"the script is quoted with its arguments; don't quote them. Received: {script!r}")
         flag, equals, _ = _name_in(values, ["", *before][-1])
-        has_script = not re.search(r"^-|\.py$", script) and any(each.endswith(".py") for each in rest[1:])
-        if flag in values and not equals and has_script:
-            is_text = not isinstance(values[flag], flags.BooleanFlag)
-            form = shell_flag(flag, script) if is_text else f"--{flag}, or --no{flag}"
+        is_value = not re.search(r"^-|\.py$", script) and any(each.endswith(".py") for each in rest[1:])
+        if is_value and not equals and flag in values:
+            form = (
+                f"--{flag}, or --no{flag}" if isinstance(values[flag], flags.BooleanFlag) else shell_flag(flag, script)
+            )
             raise FlagError(f"--{flag} takes no value after a blank; write {form}. Received: {before[-1]} {script}")
     if "--" not in before:
         _look_behind(values, rest)
@@ -356,7 +339,8 @@ def _underscored(values: flags.FlagValues, arguments: Sequence[str], files: dict
             raise FlagError(_unknown(argument.partition("=")[0], value, where, values))
         if not equals and (name == "flagfile" or (name in values and not values[name].boolean)):
             if not rest or following.endswith(".py") or following == "-m" or _name_in(values, following)[0]:
-                raise FlagError(f"the flag {argument} has no value{where}; write {_example(values, name)}")
+                example = _example(values[name]) if name in values else f"{argument}=FILE"
+                raise FlagError(f"the flag {argument} has no value{where}; write {example}")
             equals, value, rest = "=", following, rest[1:]
         if name == "flagfile":
             if value in read:
@@ -396,14 +380,13 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
         return f"{unknown}; did you mean {shell_flag('namespace', value)}, or --num_workers?"
     is_launcher = "dry_run" in values
     if not (is_launcher and re.fullmatch(_NODES, name)) and (meant := _meant(name, value, values)):
-        flag = meant.removeprefix("--")
-        is_complete = flag not in values or values[flag].boolean
-        return f"{unknown}; did you mean {meant}?" + ("" if is_complete else f" It takes {_form(values, flag)}")
-    number = int(value) if value.isdecimal() else 2
+        is_complete = meant[2:] not in values or values[meant[2:]].boolean
+        example = "" if is_complete else f" It takes a value, such as {_example(values[meant[2:]])}"
+        return f"{unknown}; did you mean {meant}?{example}"
     for flag, names, remedy in _NO_FLAG:
         if (flag in values if flag else values.is_gnu_getopt()) and re.fullmatch(names, name):
-            given = {"value": shlex.quote(value or "PATH"), "name": shlex.quote(value or "NAME")}
-            return f"{unknown}; {remedy.format(**given, n=number, twice=2 * number)}"
+            texts = {"value": "PATH", "name": "NAME", "n": "2"}
+            return f"{unknown}; {remedy.format(**{key: shlex.quote(value or text) for key, text in texts.items()})}"
     if is_launcher and "env" not in values and name in ("env", "x", "genv", "python", "directory", "working_dir"):
         return f"{unknown}; tasks on this machine have the Python, directory and environment of this command"
     if name.startswith("tfdist_"):
@@ -459,14 +442,11 @@ def _meant(name: str, value: str, values: flags.FlagValues, likeness: float = _L
 def _handed_on(form: str, name: str, value: str) -> str:
     option = f"--{name.replace('_', '-')}{value and f'={value}'}" if len(name) > 1 else f"-{name}{value}"
     number = value if value.isdecimal() else int(value.lower() not in ("false", "no"))
-    return form.format(name=name, value=value, number=number, option=option, json=json.dumps(value))
+    return form.format(name=name, value=value, number=number, option=option)
 
 
 def _counterpart(name: str, values: flags.FlagValues, likeness: float = _LEAST_LIKENESS) -> tuple[str, bool]:
-    """Returns the flag that another name is for, and True if its value means the same; "" if there is none.
-
-    With `likeness=1` names that are only like it don't count.
-    """
+    """Returns the flag that another name is for, and True if its value means the same; "" if none, or none so like."""
     for group in _SYNONYMS:
         parts = {each: part for part, names in enumerate(group.split("|")) for each in names.split()}
         if name in parts and (known := next((each for each in parts if each in values), "")):
@@ -497,28 +477,23 @@ def _illegal(text: str, values: flags.FlagValues, files: Mapping[str, str]) -> s
     if name == "gpus_per_node" and (typed := re.fullmatch(r"(?=.*\d)[A-Za-z]\w*(?::(\d+))?", value)):
         given = f"--{name}={typed[1] or 1} --sbatch=--gpus-per-node={value}"
         return f"--{name} is a number; write {given} for a type. {received}"
-    return f"--{name} must be {_form(values, name)}. {received}"
+    kind = re.sub("^(?=number)", "a ", re.sub("^(?=integer)", "an ", flag.parser.syntactic_help))
+    return f"--{name} must be {kind}, such as {_example(flag)}. {received}"
 
 
-def _form(values: flags.FlagValues, name: str) -> str:
-    """Returns the kind of a flag's values, and the flag with an example."""
-    kind = re.sub("^(?=number)", "a ", re.sub("^(?=integer)", "an ", values[name].parser.syntactic_help))
-    return f"{kind or 'a value'}, such as {_example(values, name)}"
-
-
-def _example(values: flags.FlagValues, name: str) -> str:
-    flag = values[name] if name in values else flags.Flag(flags.ArgumentParser(), None, name, None, "")
-    told = re.search("such as (?:'(.+?)'|([^;, ]+))", str(flag.help))
-    choices = [*getattr(flag.parser, "enum_values", ()), *filter(None, told.groups() if told else ())]
-    if flag.flag_type() in ("int", "float"):
-        choices = [max(1, getattr(flag.parser, "lower_bound", None) or 0)]
-    return shell_flag(name, str(flag.default or [*choices, "VALUE"][0]))
+def _example(flag: flags.Flag) -> str:
+    """Returns a flag with a value that it takes."""
+    numbers = [max(1, getattr(flag.parser, "lower_bound", None) or 0)] * (flag.flag_type() in ("int", "float"))
+    choices = [*numbers, *getattr(flag.parser, "enum_values", ()), "VALUE"]
+    return shell_flag(flag.name, str(flag.default or choices[0]))
 
 
 def _look_behind(values: flags.FlagValues, command: Sequence[str]) -> None:
     """Says which flags of the launcher stand behind the script, unless it names them; refuses --dry_run there."""
     script, arguments = (command[1:2], command[2:]) if command[0] == "-m" else (command[:1], command[1:])
-    source = _source(command[0])
+    source = ""
+    with contextlib.suppress(OSError, ValueError):
+        source = pathlib.Path(command[0]).read_text(encoding="utf-8", errors="replace")
     for argument, following in itertools.pairwise([*arguments, ""]):
         if argument == "--":
             return
@@ -533,13 +508,6 @@ def _look_behind(values: flags.FlagValues, command: Sequence[str]) -> None:
         # Of a module, or in an image, there is no file at hand: it may have a flag of that name.
         if source:
             _log.say(f"{behind}; for the launcher, put {shell_flag(meant, following) if is_short else 'it'} {before}")
-
-
-def _source(script: str) -> str:
-    try:
-        return pathlib.Path(script).read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
-        return ""
 
 
 def describe(values: flags.FlagValues) -> str:

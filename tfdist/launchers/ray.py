@@ -92,10 +92,8 @@ class RayJob(SupervisedJob):
         misspelt = [name for name in worker if name not in _OPTIONS and name.upper() in ("CPU", "GPU")]
         are_numbers = all(type(value) in (int, float) and value >= 0 for value in worker.values())
         if misspelt or not are_numbers or not any(worker.values()):
-            needed = (
-                '--resources_per_worker must be numbers by Ray\'s names, not all 0, such as \'{"CPU": 2, "GPU": 1}\''
-            )
-            raise LaunchError(f"{needed}. Received: {self.resources_per_worker}")
+            needed = 'must be numbers by Ray\'s names, not all 0, such as \'{"CPU": 2, "GPU": 1}\''
+            raise LaunchError(f"--resources_per_worker {needed}. Received: {self.resources_per_worker}")
         worker = {name: value for name, value in worker.items() if value}  # Ray refuses zeros.
         bundles = [worker if task in self.shape.computing else {"CPU": 1} for task in self.shape.tasks]
         object.__setattr__(self, "bundles", bundles)

@@ -14,11 +14,7 @@ from tfdist.launchers.requests import LaunchError, ToolError
 
 
 def find_tool(name: str, remedy: str) -> str:
-    """Returns the path of a tool.
-
-    Raises:
-      LaunchError: the tool is not installed.
-    """
+    """Returns the path of a tool; raises a LaunchError if the tool is not installed."""
     path = shutil.which(name)
     if path is None:
         raise LaunchError(f"there is no command {name} on this machine's PATH; {remedy}")

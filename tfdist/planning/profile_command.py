@@ -20,6 +20,7 @@ from absl import flags
 import tfdist
 from tfdist import _files, _machine
 from tfdist.launchers import command_line
+from tfdist.launchers.environment import tf_log_level_environment
 from tfdist.launchers.requests import check_command
 from tfdist.planning.profile import Profile
 from tfdist.policies import composition
@@ -57,8 +58,9 @@ def _first_device() -> str:
 
 
 def environment() -> contextlib.AbstractContextManager:
-    """Within the block there is no cluster, and one GPU; call it before TensorFlow is imported."""
-    return _machine.environment({_CLUSTER: None, _GPUS: os.environ.get(_GPUS, "0").split(",")[0]})
+    """Within the block there is no cluster, and one GPU; call it before TensorFlow is imported, which logs less."""
+    level = tf_log_level_environment(None, os.environ)
+    return _machine.environment({_CLUSTER: None, _GPUS: os.environ.get(_GPUS, "0").split(",")[0], **level})
 
 
 _USAGE = """\
@@ -75,18 +77,7 @@ class _Measured(BaseException):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist profile`.
-
-    Args:
-      arguments: the command line after the command's name.
-
-    Returns:
-      0 if a profile was written; 1 if the script failed or did not call `fit`; 130 after Ctrl-C.
-
-    Raises:
-      FlagError: a flag is unknown or its value can't be parsed.
-      LaunchError: there is no script, or the profile can't be written.
-    """
+    """Runs `tfdist profile`. See `command_line.run_command`; 1 if the script failed or did not call `fit`."""
     return command_line.run_command(_USAGE, define_flags, arguments, _profile)
 
 

@@ -207,11 +207,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def pods_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Pods:
-    """Returns the job that the command line describes.
-
-    Raises:
-      LaunchError: a flag is invalid.
-    """
+    """Returns the job that the command line describes; raises a LaunchError for an invalid flag."""
     labels = _pairs("node_selector", values.node_selector, "LABEL=VALUE")
     claims = _pairs("claim", values.claim, "NAME=DIRECTORY")
     return shape.job_from_flags(Pods, values, command, node_selector=labels, claims=claims)

@@ -163,11 +163,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
-    """Returns the job that the command line describes.
-
-    Raises:
-      LaunchError: the job is invalid.
-    """
+    """Returns the job that the command line describes; raises a LaunchError if the job is invalid."""
     if bool(values.hosts) == bool(values.hostfile):
         received = "both" if values.hosts else "neither"
         raise LaunchError(f"say where to run by one of --hosts=a,b and --hostfile=FILE. Received: {received}")
@@ -249,11 +245,7 @@ def parse_hosts(text: str, name: str = "hostfile") -> list[Host]:
 
 
 def hosts_from_flag(text: str) -> list[Host]:
-    """Parses "a,user@b:2": names, each with its number of slots if it has more than one.
-
-    Raises:
-      LaunchError: an entry is invalid.
-    """
+    """Parses "a,user@b:2": names, each with its slots if several; raises a LaunchError for an invalid entry."""
     return _hosts([([item.strip()], "--hosts", text) for item in text.split(",")], "write --hosts=a,user@b:2")
 
 
