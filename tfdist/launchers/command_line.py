@@ -218,7 +218,7 @@ def _check_script(values: flags.FlagValues, arguments: Sequence[str], rest: Sequ
             raise LaunchError(f"the script is quoted with its arguments; don't quote them. Received: {script!r}")
         flag, equals, _ = _name_in(values, ["", *before][-1])
         is_value = not re.search(r"^-|\.py$", script) and any(each.endswith(".py") for each in rest[1:])
-        if is_value and not equals and flag in values:
+        if is_value and flag and not equals and flag in values:
             form = (
                 f"--{flag}, or --no{flag}" if isinstance(values[flag], flags.BooleanFlag) else shell_flag(flag, script)
             )
