@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import importlib
 import itertools
+import os
 import pathlib
 import re
 import shlex
@@ -210,7 +211,7 @@ def _check_script(values: flags.FlagValues, arguments: Sequence[str], rest: Sequ
         raise LaunchError(f"-m takes a module, and this is a file; leave -m out. Received: -m {following!r}")
     if _STARTERS.fullmatch(pathlib.Path(script).name):
         raise LaunchError(f"the script is started by Python; leave {script!r} out. Received: {shlex.join(rest)}")
-    if not pathlib.Path(script).exists():
+    if not os.path.exists(script):  # noqa: PTH110 - pathlib raises where a name is too long.
         bare, equals, value = script.lstrip("-\u2010\u2013\u2014\u2212").partition("=")
         if equals and (name := _name_in(values, f"--{bare}")[0]):
             raise FlagError(f"a flag begins with two hyphens; write {shell_flag(name, value)}. Received: {script!r}")
@@ -219,9 +220,7 @@ def _check_script(values: flags.FlagValues, arguments: Sequence[str], rest: Sequ
         flag, equals, _ = _name_in(values, ["", *before][-1])
         is_value = not re.search(r"^-|\.py$", script) and any(each.endswith(".py") for each in rest[1:])
         if is_value and flag and not equals and flag in values:
-            form = (
-                f"--{flag}, or --no{flag}" if isinstance(values[flag], flags.BooleanFlag) else shell_flag(flag, script)
-            )
+            form = f"--{flag}, or --no{flag}" if values[flag].flag_type() == "bool" else shell_flag(flag, script)
             raise FlagError(f"--{flag} takes no value after a blank; write {form}. Received: {before[-1]} {script}")
     if "--" not in before:
         _look_behind(values, rest)
