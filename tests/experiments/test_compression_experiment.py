@@ -61,12 +61,6 @@ def test_bytes_counted_after_first_epoch(compression_runs: ModuleType, tmp_path:
     assert (row["updates"], row["seconds"], row["accuracy"]) == (30, 6.0, 0.9)
 
 
-def test_bytes_uncompressed_equal_an_all_reduce(compression_runs: ModuleType, tmp_path: pathlib.Path) -> None:
-    run = compression_runs.Run("digits", "none")
-    _write(tmp_path / "run", run.codec.title, [0.0, 0.0])
-    assert compression_runs.summarize(run, tmp_path / "run")["bytes"] == 4000.0
-
-
 def test_reuse_other_setting_or_codec_trains_again(compression_runs: ModuleType, tmp_path: pathlib.Path) -> None:
     run = compression_runs.Run("digits", "signsgd")
     assert not compression_runs.is_complete(run, SETTING, tmp_path / "run")

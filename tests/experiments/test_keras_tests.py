@@ -61,15 +61,6 @@ def test_compare_unlisted_failure_is_reported(keras_outcomes: ModuleType):
     assert [test.split("::")[-1] for test in keras_outcomes.compare("multi", under, one, listed).failed] == ["bad"]
 
 
-def test_page_names_reasons_and_counts(keras_outcomes: ModuleType):
-    one, under = _outcomes(good="passed", bad="passed"), _outcomes(good="passed", bad="failed")
-    listed = [keras_outcomes.Listed("a reason", ("ps",), ("a_test.py::T::bad",))]
-    page = keras_outcomes.page("3.15.1", {"one": one, "ps": under}, listed)
-    assert "| `a_test.py` | 2 | 1, 1 listed |" in page
-    assert "- a reason (ParameterServerStrategy 1)\n" in page
-    assert "not listed" not in page
-
-
 def test_list_of_keras_tests_is_readable(keras_outcomes: ModuleType):
     for entry in keras_outcomes.read(FOLDER / "listed.toml"):
         assert entry.reason

@@ -59,15 +59,6 @@ def made(scaling, per_machine, bandwidth, overlap, count=7):
     return rows
 
 
-@pytest.mark.parametrize(
-    ("per_machine", "bandwidth", "overlap"), [(1, 1.25e9, 0.0), (1, 1.25e9, 1.0), (4, 1.25e8, 0.0)]
-)
-def test_a_network_that_the_rows_show_is_found(scaling, per_machine, bandwidth, overlap):
-    rows = made(scaling, per_machine, bandwidth, overlap)
-    found = errors(scaling, rows, 8)
-    assert max(map(abs, found.values())) < 0.10, found
-
-
 def test_a_network_that_the_rows_don_t_show_is_given_by_a_flag(scaling):
     rows = [row for row in made(scaling, 8, 1.25e9, 0.75) if row.devices <= 16]
     found = errors(scaling, rows, 8, network=1.25e9, batch_per_device=64)
