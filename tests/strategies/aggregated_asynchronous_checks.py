@@ -59,13 +59,7 @@ def shuffled() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, LABELS)).shuffle(COUNT).batch(BATCH)
 
 
-@pytest.mark.parametrize(
-    ("data", "updates"),
-    [
-        (shuffled, 3),
-        (generator, 1),
-    ],
-)
+@pytest.mark.parametrize(("data", "updates"), [(shuffled, 3), (generator, 1)])
 def test_every_example_is_used_once_in_each_pass(
     with_policies: Policies, data: Callable[[], tf.data.Dataset], updates: int
 ) -> None:
@@ -131,12 +125,7 @@ def test_transforms_know_staleness_and_weight(
 
 def with_embedding() -> keras.Model:
     return keras.Sequential(
-        [
-            keras.Input((3,), dtype="int64"),
-            keras.layers.Embedding(50, 4),
-            keras.layers.Flatten(),
-            keras.layers.Dense(1),
-        ]
+        [keras.Input((3,), dtype="int64"), keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(1)]
     )
 
 

@@ -13,16 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parameter_server_cluster import (
-    STEPS,
-    Batches,
-    Own,
-    X,
-    Y,
-    dataset,
-    dense,
-    fit,
-)
+from parameter_server_cluster import STEPS, Batches, Own, X, Y, dataset, dense, fit
 from training import build_metrics
 
 # Callbacks and files.

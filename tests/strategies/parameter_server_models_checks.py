@@ -10,16 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parameter_server_cluster import (
-    BATCH,
-    STEPS,
-    Own,
-    X,
-    Y,
-    dataset,
-    dense,
-    fit,
-)
+from parameter_server_cluster import BATCH, STEPS, Own, X, Y, dataset, dense, fit
 from training import assert_close
 
 # What the numbers are worth.
@@ -54,10 +45,9 @@ def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
     with strategy.scope():
         model = Own()
         model.compile(keras.optimizers.SGD(0.05))
-    data, options = {
-        "arrays": ((X, Y), {"batch_size": BATCH}),
-        "from Python": ((dataset().map(through_python),), {}),
-    }[source]
+    data, options = (dataset().map(through_python),), {}
+    if source == "arrays":
+        data, options = (X, Y), {"batch_size": BATCH}
     history = fit(model, *data, epochs=4)
     assert history["tracked"][-1] < history["tracked"][0]
     assert history["batches"] == [STEPS] * 4

@@ -10,7 +10,6 @@ from typing import Any
 
 import process_cluster
 import pytest
-import slow_workers
 from process_cluster import needs_mpi
 
 import tfdist
@@ -25,7 +24,6 @@ CASES = [
     "eagerly",
     "sum loss",
 ]
-TESTS = str(pathlib.Path(__file__).resolve().parents[1] / "support")
 CPUS = ["/job:worker/replica:0/task:0/device:CPU:0"]
 
 PREPARED = """
@@ -79,12 +77,6 @@ own = strategy.distribute_datasets_from_function(lambda c: tf.data.Dataset.from_
 report("reduced", float(strategy.reduce("SUM", strategy.run(lambda value: value, (next(iter(own)),)), axis=None)))
 
 """
-WHO_IS_SLOW = """
-sys.path.append(TESTS)
-import slow_workers
-for kind in KINDS:
-    slow_workers.check(strategy, shared / kind, index, kind)
-"""
 
 
 def assert_close(one: Any, other: Any) -> None:
@@ -115,9 +107,7 @@ def test_numbers_by_mpi_are_those_of_one_device(
     chosen: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi" if chosen == CASES else "auto")
-    # `multi_worker_checks.py` has who is slow.
-    kinds = slow_workers.KINDS if chosen == CASES else ()
-    script = PREPARED + f"CHOSEN, TESTS, KINDS = {chosen!r}, {TESTS!r}, {kinds!r}\n" + EQUALITY + WHO_IS_SLOW
+    script = PREPARED + f"CHOSEN = {chosen!r}\n" + EQUALITY
     first, *others = process_cluster.run(script, tmp_path, num_workers=3, timeout_secs=280)
     assert first["by MPI"]
     names = [name for name in first if f"one device, {name}" in first]

@@ -94,11 +94,10 @@ def _prepared(codec: str, *others: str) -> str:
     [
         pytest.param("tensorflow", NAMES, marks=pytest.mark.slow),
         ("tensorflow", ("several steps at once",)),
-        pytest.param("mpi", NAMES, marks=[needs_mpi, pytest.mark.slow]),
         # What is carried is a message of the codec, however the gradients came to it.
         pytest.param("mpi", ("two optimizers",), marks=needs_mpi),
     ],
-    ids=["tensorflow, all", "tensorflow", "mpi, all", "mpi"],
+    ids=["tensorflow, all", "tensorflow", "mpi"],
 )
 def test_a_codec_that_sends_all_trains_as_one_device(
     kind: str, names: Sequence[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -111,18 +110,11 @@ def test_a_codec_that_sends_all_trains_as_one_device(
         assert second[name] == first[name]
 
 
+# `test_compression_parameter_server.py` has most codecs beside `BackupWorkers`.
 @needs_mpi
-@pytest.mark.parametrize(
-    "other",
-    [
-        # `test_compression_parameter_server.py` has most codecs beside it.
-        pytest.param("tfdist.BackupWorkers(spares=0)", marks=pytest.mark.slow),
-        "tfdist.ParameterAveraging(every_steps=1)",
-    ],
-)
-def test_it_does_so_beside_another_policy(other: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_does_so_beside_another_policy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TFDIST_COMMUNICATION", "mpi")
-    script = _prepared("TopK(1.0, momentum=0)", other) + BESIDE
+    script = _prepared("TopK(1.0, momentum=0)", "tfdist.ParameterAveraging(every_steps=1)") + BESIDE
     for found in process_cluster.run(script, tmp_path, timeout_secs=280):
         np.testing.assert_allclose(*found["weights"], rtol=1e-5, atol=1e-6)
         sent, count = found["sent"]
@@ -145,19 +137,9 @@ choice.choose = noted
 )
 
 
-@pytest.mark.parametrize(
-    ("takes_any", "other"),
-    [
-        (True, ()),
-        pytest.param(False, (), marks=pytest.mark.slow),
-        pytest.param(True, ("tfdist.BackupWorkers(spares=0)",), marks=pytest.mark.slow),
-        pytest.param(True, ("tfdist.ParameterAveraging(every_steps=1)",), marks=pytest.mark.slow),
-    ],
-)
-def test_auto_chooses_before_the_first_step(takes_any: bool, other: Sequence[str], tmp_path: pathlib.Path):
-    script = _prepared("None", *other).replace(
-        "tfdist.Compression(tfdist.compression.None)", 'tfdist.Compression("auto")'
-    )
+@pytest.mark.parametrize("takes_any", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_auto_chooses_before_the_first_step(takes_any: bool, tmp_path: pathlib.Path):
+    script = _prepared("None").replace("tfdist.Compression(tfdist.compression.None)", 'tfdist.Compression("auto")')
     script += f"TAKES_ANY = {takes_any}\n" + AUTO
     first, second = process_cluster.run(script, tmp_path, timeout_secs=280)
     assert first["auto"] == second["auto"]
@@ -169,8 +151,7 @@ def test_auto_chooses_before_the_first_step(takes_any: bool, other: Sequence[str
 
 
 @pytest.mark.parametrize(
-    ("codec", "share"),
-    [("HalfPrecision('float16')", 2.0), pytest.param("SignSGD()", 1 / 8, marks=pytest.mark.slow)],
+    ("codec", "share"), [("HalfPrecision('float16')", 2.0), pytest.param("SignSGD()", 1 / 8, marks=pytest.mark.slow)]
 )
 def test_what_is_reported_is_what_the_kernel_has_sent(codec: str, share: float, tmp_path: pathlib.Path):
     """`share` is the number of bytes for each parameter."""

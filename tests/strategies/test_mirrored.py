@@ -12,16 +12,7 @@ import numpy as np
 import own_models
 import pytest
 import tensorflow as tf
-from training import (
-    OPTIMIZERS,
-    X,
-    Y,
-    assert_close,
-    assert_like_one_device,
-    compiled,
-    dense_model,
-    weighed_within_parts,
-)
+from training import OPTIMIZERS, X, Y, assert_close, assert_like_one_device, compiled, dense_model, weighed_within_parts
 
 import tfdist
 

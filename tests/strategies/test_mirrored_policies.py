@@ -14,17 +14,7 @@ import numpy as np
 import own_models
 import pytest
 import tensorflow as tf
-from training import (
-    OPTIMIZERS,
-    Logs,
-    X,
-    Y,
-    assert_close,
-    assert_copies_are_equal,
-    compiled,
-    dense_model,
-    trained,
-)
+from training import OPTIMIZERS, Logs, X, Y, assert_close, assert_copies_are_equal, compiled, dense_model, trained
 
 import tfdist
 from tfdist.coordination import delay_hook
@@ -310,11 +300,7 @@ def test_devices_that_are_not_there_are_refused_at_once(devices, words):
 @pytest.mark.parametrize(
     ("strategy", "arguments", "words"),
     [
-        (
-            tfdist.MirroredStrategy,
-            {"num_workers": 2},
-            r"to start tasks, use tfdist launch local --num_workers=2 SCRIPT",
-        ),
+        (tfdist.MirroredStrategy, {"num_workers": 2}, r"to start tasks, use tfdist launch local --num_workers=2"),
         (tfdist.MultiWorkerMirroredStrategy, {"num_ps": 1}, r"takes no num_ps; to start tasks"),
         (tfdist.MultiWorkerMirroredStrategy, {"policy": []}, r"takes no policy; did you mean policies=\.\.\.\?"),
         (tfdist.ParameterServerStrategy, {"communication": "mpi"}, r"takes no communication; leave it away\."),

@@ -168,10 +168,7 @@ def test_a_shared_layer_has_one_place(strategy: tfdist.MirroredStrategy) -> None
         ({"devices_per_replica": 3}, r"devices_per_replica=3\): does not divide .*use 1 or 2 or 4.* 4 devices"),
         ({"devices_per_replica": 0}, "devices_per_replica=0"),
         ({"devices_per_replica": 2.0}, "devices_per_replica=2.0"),
-        (
-            {"devices_per_replica": 2, "cross_device_ops": object()},
-            "leave cross_device_ops away",
-        ),
+        ({"devices_per_replica": 2, "cross_device_ops": object()}, "leave cross_device_ops away"),
     ],
 )
 def test_devices_per_replica_is_checked(cpus: list[str], options: dict[str, Any], words: str) -> None:

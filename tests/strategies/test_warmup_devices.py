@@ -20,28 +20,6 @@ pytestmark = pytest.mark.devices
 BATCH = 8
 
 
-class OwnStep(keras.Model):
-    """A step that does everything itself, keeps no metric, and returns a log of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def build(self, shape):
-        self.dense.build(shape)
-        self.built = True
-
-    def call(self, x):
-        return self.dense(x)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            error = tf.reduce_sum((self(x) - y) ** 2) / tf.distribute.get_strategy().num_replicas_in_sync
-        self.optimizer.apply(tape.gradient(error, self.trainable_variables), self.trainable_variables)
-        return {"error": error}
-
-
 def with_state() -> keras.Model:
     layers = [keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
     return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
@@ -82,11 +60,6 @@ def values(model: keras.Model) -> list[np.ndarray]:
             id="accumulation, ema, steps_per_execution",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            *(OwnStep, lambda: OPTIMIZERS.SGD(0.05), {"loss": None, "metrics": None, "run_eagerly": True}),
-            id="own step",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_the_phase_is_training_on_one_device(cpus: Sequence[str], made, optimizer, options):
@@ -118,10 +91,6 @@ def unknown_size() -> dict[str, Any]:
     return {"x": tf.data.Dataset.from_generator(generate, output_signature=signature)}
 
 
-def endless() -> dict[str, Any]:
-    return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat(), "steps_per_epoch": 6}
-
-
 def everybody_after(steps: int, total: int) -> Callable[[int], int]:
     return lambda step: total if step >= steps else 1
 
@@ -133,14 +102,9 @@ def one_more_every(steps: int, total: int) -> Callable[[int], int]:
 @pytest.mark.parametrize(
     ("num_devices", "policies", "data", "taking_part"),
     [
-        # "ramp, then backup workers" has each of these, but for the end in mid-epoch.
+        # "ramp, then backup workers" has this, but for the end in mid-epoch.
         pytest.param(
             *(2, [tfdist.Warmup(steps=9)], array, everybody_after(9, 2)), id="in mid-epoch", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            *(2, [tfdist.Warmup(epochs=2)], endless, everybody_after(12, 2)),
-            id="epochs, endless",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             3,

@@ -129,11 +129,7 @@ def workers(
 
 
 def run(
-    script: str,
-    shared: pathlib.Path,
-    num_workers: int = 2,
-    timeout_secs: float = 100,
-    machines: Mapping[str, str] = {},
+    script: str, shared: pathlib.Path, num_workers: int = 2, timeout_secs: float = 100, machines: Mapping[str, str] = {}
 ) -> list[dict[str, Any]]:
     """Runs the workers to their end and returns what each reported; fails if one of them fails."""
     with workers(script, shared, num_workers, machines=machines) as running:

@@ -27,7 +27,6 @@ _SAID = {
     "step": ("worker:1 is ", "of its time is computing"),
     "sum": ("no worker stands out; ", "of a step is the all-reduce"),
 }
-KINDS = tuple(_SAID)
 
 
 def check(strategy: Any, directory: pathlib.Path, index: int, kind: str) -> None:
