@@ -19,10 +19,7 @@ task = json.loads(os.environ["TF_CONFIG"])["task"]
 attempt = int(os.environ["TFDIST_ATTEMPT"])
 kind, *parts = sys.argv[1:]
 keras.utils.set_random_seed(1)
-strategies = {
-    "multi_worker": tfdist.MultiWorkerMirroredStrategy,
-    "parameter_server": tfdist.ParameterServerStrategy,
-}
+strategies = {"multi_worker": tfdist.MultiWorkerMirroredStrategy, "parameter_server": tfdist.ParameterServerStrategy}
 strategy = strategies[kind]()
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

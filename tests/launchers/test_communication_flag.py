@@ -12,12 +12,7 @@ from tfdist.launchers.kubernetes import launcher as kubernetes
 from tfdist.launchers.slurm import launcher as slurm
 from tfdist.launchers.ssh import launcher as ssh
 
-LAUNCHERS = {
-    local: [],
-    ssh: ["--hosts=a,b", "--directory=/work"],
-    slurm: [],
-    kubernetes: ["--image=image"],
-}
+LAUNCHERS = {local: [], ssh: ["--hosts=a,b", "--directory=/work"], slurm: [], kubernetes: ["--image=image"]}
 
 
 @pytest.fixture

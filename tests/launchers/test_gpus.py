@@ -66,12 +66,7 @@ def test_shares(devices, tasks, each, shares):
 @pytest.mark.parametrize(
     ("devices", "tasks", "each", "words"),
     [
-        (
-            "a",
-            2,
-            None,
-            "2 workers need a GPU each, and there are fewer; use --num_workers=1, or --gpus_per_worker=0",
-        ),
+        ("a", 2, None, "2 workers need a GPU each, and there are fewer; use --num_workers=1, or --gpus_per_worker=0"),
         ("abc", 2, 2, "--gpus_per_worker=2 needs 4 GPUs for 2 workers; use fewer. Received: 3 GPUs on this machine"),
     ],
 )

@@ -41,13 +41,7 @@ def test_the_secret_of_a_job_is_shown_nowhere(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ("local",),
-        ("ssh", "--hosts=a,b", "--preflight_secs=0"),
-        ("slurm",),
-    ],
-    ids=lambda flags: flags[0],
+    "flags", [("local",), ("ssh", "--hosts=a,b", "--preflight_secs=0"), ("slurm",)], ids=lambda flags: flags[0]
 )
 def test_a_dry_run_shows_no_secret(
     flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

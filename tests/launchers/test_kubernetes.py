@@ -54,10 +54,7 @@ def test_a_plan_as_text(form, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"image": ""},
-            "--image is no name of an image; write the one in which the script and tfdist are, such as me/t",
-        ),
+        ({"image": ""}, "--image is no name of an image; write the one in which the script and tfdist are, such as"),
         ({"image": "a b"}, "--image is no name of an image"),
         ({"name": ""}, "--name makes hosts with names of"),
         ({"name": "Run_1"}, "--name is no name for Kubernetes; begin with a-z, go on with a-z, 0-9 and dashes"),

@@ -91,8 +91,7 @@ def test_a_lost_host_is_the_cause_not_its_survivor(monkeypatch, code):
 
 
 @pytest.mark.parametrize(
-    ("code", "cause"),
-    [(1, "failed first (exit code 1)"), (75, "was preempted, and the work is saved (exit code 75)")],
+    ("code", "cause"), [(1, "failed first (exit code 1)"), (75, "was preempted, and the work is saved (exit code 75)")]
 )
 def test_without_a_lost_host_the_first_failure_decides(monkeypatch, code, cause):
     outcome, lines, _ = attempt(monkeypatch, {}, worker_0=code)
@@ -152,10 +151,7 @@ def test_a_far_task_ends_when_its_connection_breaks_with_output_unread(tmp_path)
     near, far = socket.socketpair()
     with near, far:
         wrapper = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.launchers.ssh.task"],
-            stdin=far,
-            stdout=far,
-            stderr=subprocess.PIPE,
+            [sys.executable, "-m", "tfdist.launchers.ssh.task"], stdin=far, stdout=far, stderr=subprocess.PIPE
         )
         far.close()
         try:
@@ -171,11 +167,7 @@ def test_a_host_that_does_not_answer_is_unreachable_with_its_reason(monkeypatch)
     monkeypatch.setattr(attempts, "_ANSWER_SECS", 0.2)
     script = "import sys; sys.exit('no route')"
     found = attempts.unreachable(
-        {
-            "fine": [sys.executable, "-c", ""],
-            "away": [sys.executable, "-S", "-c", script],
-            "none": ["/no/such/program"],
-        }
+        {"fine": [sys.executable, "-c", ""], "away": [sys.executable, "-S", "-c", script], "none": ["/no/such/program"]}
         | {"silent": ["sleep", "1000"]},
         lambda: False,
     )

@@ -177,16 +177,6 @@ def test_a_time_limit_without_a_checkpoint_ends_the_job(submit):
 # Waiting.
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_sbatch_wait_waits_and_has_the_jobs_exit_code(cluster, tmp_path, code):
-    (tmp_path / "train.py").write_text(PREAMBLE + f"sys.exit({code} if attempt else 75)")
-    done = cluster.run(command("--num_workers=2", "--sbatch=--wait"), cwd=tmp_path, timeout_secs=200)
-    assert done.returncode == code, done
-    job = done.stdout.strip()
-    assert cluster.show(job)["JobState"] == ("FAILED" if code else "COMPLETED")
-    assert f"tfdist: submitted job {job}\n" in done.stderr
-
-
 def test_ctrl_c_while_it_waits_leaves_the_job_alone(cluster, tmp_path, submit):
     (tmp_path / "train.py").write_text(PREAMBLE + "started()\ntime.sleep(300)")
     waiting = subprocess.Popen(

@@ -39,10 +39,6 @@ def test_the_first_replacement_is_at_once_and_the_next_are_later_and_later():
     assert replacements.failed("a", ran_secs=30.0) == (1, 0.0), "it had come back"
 
 
-def test_with_no_replacement_allowed_the_first_failure_is_the_last():
-    assert Replacements(Restarts(max_worker_restarts=0)).failed("a", ran_secs=1000.0) == (1, None)
-
-
 def test_a_task_is_due_once_and_when_its_time_has_come():
     clock = Clock(100.0)
     replacements = Replacements(Restarts(), clock)
@@ -164,9 +160,7 @@ def test_a_lost_worker_is_started_again_alone():
     assert again["TF_CONFIG"] == first["TF_CONFIG"]
     assert [env["TFDIST_TASK_RESTART"] for env in (first, again)] == ["0", "1"]
     assert [env["TFDIST_ATTEMPT"] for env in (first, again)] == ["0", "0"]
-    assert supervisor.lines == [
-        "worker:1 failed (SIGKILL, exit code 137, failure 1 in a row); starting it again",
-    ]
+    assert supervisor.lines == ["worker:1 failed (SIGKILL, exit code 137, failure 1 in a row); starting it again"]
 
 
 def test_a_worker_may_be_lost_as_often_as_it_comes_back():
@@ -237,10 +231,7 @@ def test_after_a_chief_or_ps_has_failed_nobody_is_replaced():
 def test_a_replacement_that_comes_too_late_to_meet_the_chief_is_ended():
     endings = [("worker:0", LOST, RAN), ("worker:0", LOST, RAN), ("worker:1", LOST, RAN), LATER, DONE]
     _, supervisor = attempt(*endings)
-    assert [task.signals for task in supervisor.started] == [
-        *[[]] * 5,
-        *[[signal.SIGTERM, signal.SIGKILL]] * 2,
-    ]
+    assert [task.signals for task in supervisor.started] == [*[[]] * 5, *[[signal.SIGTERM, signal.SIGKILL]] * 2]
 
 
 def test_a_worker_whose_process_can_not_be_started_counts_as_failed(monkeypatch):

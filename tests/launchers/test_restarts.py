@@ -8,7 +8,7 @@ import types
 import launching
 import pytest
 
-from tfdist.launchers import local, requests
+from tfdist.launchers import requests
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.supervise import output
 
@@ -143,10 +143,3 @@ def test_what_makes_no_sense(make, words):
     with pytest.raises(requests.LaunchError) as caught:
         make()
     assert str(caught.value).startswith(words)
-
-
-def test_a_chief_and_an_evaluator():
-    job = local.LocalJob(("a.py",), Shape(1, chief=True, evaluator=True))
-    request = local.plan(job, (1, 2))
-    assert [task.name for task in request.tasks] == ["chief:0", "worker:0", "evaluator:0"]
-    assert request.deciding == {"chief:0", "worker:0"}

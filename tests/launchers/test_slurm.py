@@ -35,7 +35,7 @@ def test_a_plan_as_text():
         partition="gpu",
         time="4:00:00",
         python="python3",
-        sbatch=("--exclusive",),
+        sbatch=("--gpu-bind=none", "--exclusive"),
         srun=("--container-image=me/train:1",),
         setup=("module load cuda", ". venv/bin/activate"),
     )
@@ -338,11 +338,7 @@ def test_cpus_per_task_are_those_of_the_smallest_node(options, cpus):
     ("option", "variable", "words"),
     [
         ("--sbatch=--exclusive", "SBATCH_ACCOUNT", "tfdist: --cpus_per_task=8: the tasks of a node share its CPUs\n"),
-        (
-            "--mem=1T",
-            "",
-            "tfdist: --cpus_per_task is Slurm's default: sbatch refuses 8 of them\n",
-        ),
+        ("--mem=1T", "", "tfdist: --cpus_per_task is Slurm's default: sbatch refuses 8 of them\n"),
         ("--sbatch=--cpus-per-task=4", "", ""),
         ("--sbatch=-c4", "", ""),
         ("--srun=--threads-per-core=1", "", ""),

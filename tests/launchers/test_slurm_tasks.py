@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tfdist.cluster import Task
 from tfdist.launchers import requests
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.slurm import launcher as slurm
 from tfdist.launchers.slurm import task as slurm_task
 
 ENVIRONMENT = {
@@ -58,26 +57,6 @@ def test_gpus_are_shared_out_among_the_workers_of_a_host():
 def test_gpus_that_slurm_has_bound_to_a_task_are_its_own():
     env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_GPU_BIND": "single:1"}
     assert "CUDA_VISIBLE_DEVICES" not in found(Shape(3, 1), env)[1]
-
-
-def test_hosts_without_workers_ask_for_no_gpus():
-    job = slurm.SlurmJob(
-        ("train.py",),
-        Shape(2, 1),
-        gpus_per_node=4,
-        partition="gpu",
-        sbatch=("--gpu-bind=none", "--exclusive"),
-    )
-    first, second = slurm.plan(job).split("#SBATCH hetjob\n")
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks=2\n" in first
-    assert "#SBATCH --gpus-per-node=4\n" in first
-    assert "#SBATCH --gpu-bind=none\n" in first
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks=2\n" in second
-    assert "gpus-per-node" not in second
-    assert "gpu-bind" not in second
-    assert "#SBATCH --partition=gpu\n" in second
-    assert "#SBATCH --exclusive\n" in second
-    assert "srun --het-group=0,1 --distribution=block" in second
 
 
 @pytest.mark.parametrize(
@@ -131,10 +110,7 @@ def test_lists(text, hosts):
     assert slurm_task.expand_hosts(text) == hosts
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "a,,b", "n[1-3", "n1-3]", "n[[1]]", "n[]", "n[a-c]", "n[3-1]", "n 1"],
-)
+@pytest.mark.parametrize("text", ["", "a,,b", "n[1-3", "n1-3]", "n[[1]]", "n[]", "n[a-c]", "n[3-1]", "n 1"])
 def test_what_is_no_list(text):
     with pytest.raises(requests.LaunchError, match="the host list is not written as Slurm does"):
         slurm_task.expand_hosts(text)

@@ -75,10 +75,7 @@ def test_a_keyboard_interrupt_is_left_out_after_ctrl_c_alone():
     assert printed(task, RAISED) == RAISED
 
 
-@given(
-    st.lists(st.sampled_from([*RAISED, *CHAINED, "a line", "  File", ""]), max_size=40),
-    st.integers(1, 5),
-)
+@given(st.lists(st.sampled_from([*RAISED, *CHAINED, "a line", "  File", ""]), max_size=40), st.integers(1, 5))
 def test_one_task_loses_no_line_and_keeps_their_order(lines, size):
     clock, _, (task,) = job("worker:0")
     shown = []

@@ -36,26 +36,12 @@ def test_a_host_without_a_route():
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_doctor_names_the_task():
-    config = '{"cluster": {"worker": ["127.0.0.1:9001", "10.1.2.3:9001"]}, "task": {"type": "worker", "index": 0}}'
-    done = in_own_network(f"ip link set lo up && TF_CONFIG='{config}' {sys.executable} -m tfdist doctor")
-    assert done.returncode == 1
-    assert "wrong   worker:1 at 10.1.2.3:9001: [Errno 101] Network is unreachable; check that" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("--ssh=-oConnectTimeout=1", "127.0.0.1 can't be reached (Connection "),
-        ("--preflight_secs=1", "127.0.0.1 did not answer within 1 s; check that `ssh 127.0.0.1 true` works"),
-    ],
-)
-def test_a_host_that_never_answers(flag, words):
+def test_a_host_that_never_answers():
     if not shutil.which("ssh"):
         pytest.skip("there is no ssh here")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        command = launch("--hosts=127.0.0.1", f"--ssh=-p{port}", flag).split()
+        flags = f"--ssh=-p{server.getsockname()[1]}", "--ssh=-oConnectTimeout=1"
+        command = launch("--hosts=127.0.0.1", *flags).split()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"tfdist: {words}")
+    assert done.stderr.startswith("tfdist: 127.0.0.1 can't be reached (Connection ")

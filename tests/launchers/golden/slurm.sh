@@ -12,6 +12,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
+#SBATCH --gpu-bind=none
 #SBATCH --exclusive
 #SBATCH hetjob
 #SBATCH --job-name=run1
