@@ -76,18 +76,6 @@ def test_an_update_is_made_of_the_first_in_the_order_of_their_arrival(table: Tab
     assert (update.step, update.contributors, update.dropped) == (1, (2, 0), (1,))
 
 
-def test_who_is_late_is_dropped_and_starts_again_in_the_step_that_is_current(table: Table) -> None:
-    table.open(0, 1, 2)
-    table.contribute(0, 0)
-    table.contribute(1, 0)
-    table.runner.collect()
-    table.runner.open()
-    assert table.start(2) is None
-    assert not table.contribute(2, 0)
-    assert table.start(2) == 1
-    assert table.contribute(2, 1)
-
-
 def test_nobody_starts_between_updates(table: Table) -> None:
     assert table.start(0) is None
     table.open(0, 1)
@@ -126,20 +114,6 @@ def test_collect_waits_for_what_is_delivered_not_for_what_is_announced(table: Ta
     assert results[0][0] == ["0 of 0", "delivered"]
 
 
-def test_a_refused_replica_waits_until_it_is_needed() -> None:
-    class RefusesFirst(BackupWorkers):
-        def accepts(self, replica: int, secs: float) -> bool:
-            return replica > 0
-
-    table = Table(policy=RefusesFirst(spares=1))
-    table.open(0, 1, 2)
-    assert not table.contribute(0, 0) and table.start(0) is None
-    assert table.runner.waited_for() == "2 of worker:1, worker:2"
-    table.runner.lose(1)
-    assert table.start(0) == 0 and table.contribute(0, 0) and table.contribute(2, 0)
-    assert table.runner.collect()[1].contributors == (0, 2)
-
-
 # Losses.
 
 
@@ -167,18 +141,6 @@ def test_what_the_lost_deliver_is_ignored(table: Table) -> None:
     table.contribute(0, 0)
     table.contribute(2, 0)
     assert table.runner.collect()[0] == ["0 of 0", "2 of 0"]
-
-
-def test_who_is_back_takes_part(table: Table) -> None:
-    table.runner.open()
-    table.runner.lose(1)
-    assert table.start(1) is None
-    table.runner.bring_back(1)
-    table.runner.bring_back(0)
-    table.started(0, 1)
-    table.contribute(1, 0)
-    table.contribute(0, 0)
-    assert table.runner.collect()[1].contributors == (1, 0)
 
 
 def test_too_few_alive_is_said_at_once_and_an_error_after_the_timeout(table: Table) -> None:

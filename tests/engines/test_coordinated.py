@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from fake_cluster import Batch, FakeProgram, running_engine
+from fake_cluster import FakeProgram, running_engine
 from fake_passes import Gate, Pass, all_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,16 +116,6 @@ def test_logs_of_another_program_are_not_shown() -> None:
         assert first.run()[-1] == 4
         # No variable was written in between: a model without metrics resets none.
         assert second.step() == 1
-
-
-def test_the_last_step_waits_until_the_slowest_is_done() -> None:
-    with running_engine(2) as (engine, cluster):
-        gate = Gate()
-        passed = Pass(engine, cluster, [1, 3], work=lambda batch: gate() if batch == Batch(0, 0) else None)
-        opener = threading.Timer(0.02, gate.open)
-        opener.start()
-        assert passed.run()[-1] == 4
-        opener.join()
 
 
 # The chief's reads and writes.

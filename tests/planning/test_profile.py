@@ -39,11 +39,7 @@ def test_a_profile_is_read_as_it_was_written():
         ("steps", [{"batch_size": 8, "secs": [0.1, math.nan]}], "secs is no valid number: "),
         ("steps", [{"batch_size": 8}], "'secs'"),
         ("fit_secs", ["0.1"], "fit_secs is no valid number: "),
-        (
-            "tables",
-            [{"name": "t", "rows": 1, "row_bytes": 1, "rows_per_step": -1}],
-            "rows_per_step is no valid number: -1",
-        ),
+        ("tables", [{"name": "t", "rows": 1, "row_bytes": 1, "rows_per_step": -1}], "rows_per_step is no valid"),
         ("noise_scale", 3, ""),
         ("noise_scale", {"value": -1, "low": 0, "high": 1}, "value is no valid number: -1"),
         ("cpu_secs", "0.1", "cpu_secs is no valid number: 0.1"),

@@ -118,10 +118,7 @@ def test_a_process_sees_its_busy_cores():
         ([], "there is no script to run"),
         (["-m"], "-m has no module; write -m MODULE"),
         (["absent.py"], "the script does not exist"),
-        (
-            ["--output=nowhere/profile.json", __file__],
-            "--output: the file can't be written (No such file or directory)",
-        ),
+        (["--output=nowhere/profile.json", __file__], "--output: the file can't be written (No such file or"),
     ],
 )
 def test_an_invalid_command_line_is_one_line(arguments, line, capsys):

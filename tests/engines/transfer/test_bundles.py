@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import strategies as st
 
+from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.transport.bundles import _SMALL, Bundles
 
 CPU = "/device:CPU:0"
@@ -40,3 +41,8 @@ def test_large_unknown_and_scattered_tensors_travel_alone() -> None:
     assert bundles.devices == ["a", "a", "a", "b"] and not bundles.are_small
     packed = bundles.pack([tf.zeros([_SMALL + 1]), tf.ones([5]), tf.ones([2]), tf.zeros([2]), tf.fill([2], 7.0)])
     assert [tensor.shape[0] for tensor in packed] == [_SMALL + 1, 5, 4, 2]
+
+
+def test_a_plan_bundles_small_tensors_unless_it_is_plain() -> None:
+    specs = [tf.TensorSpec([2]), tf.TensorSpec([3])]
+    assert [len(TransferPlan(mode).bundles(specs, ["a", "a"]).devices) for mode in ("auto", "plain")] == [1, 2]
