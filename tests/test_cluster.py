@@ -8,11 +8,7 @@ import pickle
 import pytest
 
 import tfdist
-from tfdist.cluster import (
-    Cluster,
-    ClusterError,
-    Task,
-)
+from tfdist.cluster import Cluster, ClusterError, Task
 
 WORKERS = ["a:1", "b:2"]
 
@@ -64,17 +60,6 @@ def test_master_is_the_chief():
     assert found.task == Task("chief", 0)
     assert found.is_chief
     assert "master" not in found.to_tf_config()
-
-
-def test_worker_0_leads_where_there_is_no_chief():
-    assert read().is_chief
-    assert not read(task=("worker", 1)).is_chief
-
-
-def test_with_a_chief_worker_0_does_not_lead():
-    jobs = {"chief": ["c:1"], "worker": WORKERS}
-    assert not read(jobs).is_chief
-    assert read(jobs, ("chief", 0)).is_chief
 
 
 @pytest.mark.parametrize(
@@ -165,11 +150,6 @@ def test_without_tf_config_there_is_no_cluster(monkeypatch):
     assert Cluster.from_environment() is None
     with pytest.raises(ClusterError, match="TF_CONFIG is not set"):
         Cluster.from_tf_config()
-
-
-def test_the_environment_is_read(monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", config(task=("worker", 1)))
-    assert Cluster.from_environment() == Cluster.from_tf_config() == read(task=("worker", 1))
 
 
 def test_an_empty_variable_is_an_error_not_an_absent_one(monkeypatch):

@@ -97,10 +97,7 @@ _SHOWN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "own `train_step`, custom loops with `strategy.run`": ("test_a_model_with_steps_of_its_own", *_LOOPS),
         "gradient_accumulation_steps": ("test_an_update_is_made_of_the_gradients_of_one_worker",),
         "run_eagerly": ("test_run_eagerly_is_one_device_and_steps_see_values",),
-        "Embedding, recurrent layers, Dropout": (
-            *_EMBEDDING,
-            "recurrent, built from one example",
-        ),
+        "Embedding, recurrent layers, Dropout": (*_EMBEDDING, "recurrent, built from one example"),
         "`devices_per_replica`": ("test_each_part_computes_on_its_device",),
         "`distribute_datasets_from_function`": ("test_the_user_may_give_each_worker_its_own_data",),
         "operations of other packages (tensorflow-text)": (
@@ -364,12 +361,7 @@ def test_site_has_every_public_name_and_every_page() -> None:
     }
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     listed = set(re.findall(r": (\S+\.md)$", nav, re.MULTILINE))
-    generated = {
-        "index.md",
-        "docs/all.md",
-        "docs/flags.md",
-        *(f"docs/api/{name}.md" for name in site.API),
-    }
+    generated = {"index.md", "docs/all.md", "docs/flags.md", *(f"docs/api/{name}.md" for name in site.API)}
     assert listed - generated == {_id(page) for page in PAGES} - {"README.md", "docs/README.md"}
     assert generated <= listed
 

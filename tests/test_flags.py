@@ -91,10 +91,7 @@ def test_policies_keep_their_order():
     ("text", "words"),
     [
         ("", "--tfdist_policies is no policy with plain arguments; write it as --tfdist_policies='Warmup(epochs=1)'"),
-        (
-            "[SoftSync(4)]",
-            "--tfdist_policies is no policy with plain arguments; write it as --tfdist_policies='Warmup(",
-        ),
+        ("[SoftSync(4)]", "--tfdist_policies is no policy with plain arguments; write it as"),
         ("Warmup(epochs=", "--tfdist_policies is no policy with plain arguments"),
         ("Warmup(epochs=n)", "--tfdist_policies is no policy with plain arguments"),
         ("Warmup(**{})", "--tfdist_policies is no policy with plain arguments"),
@@ -162,10 +159,7 @@ def test_a_cluster_becomes_tf_config(monkeypatch):
     [
         (["--tfdist_cluster={}"], "--tfdist_cluster and --tfdist_task belong together; add --tfdist_task=worker:0"),
         (["--tfdist_task=worker:0"], "--tfdist_cluster and --tfdist_task belong together; add --tfdist_cluster"),
-        (
-            ["--tfdist_cluster={}", "--tfdist_task=worker"],
-            "--tfdist_task is no task; write worker:1. Received: 'worker'",
-        ),
+        (["--tfdist_cluster={}", "--tfdist_task=worker"], "--tfdist_task is no task; write worker:1. Received:"),
         (["--tfdist_cluster={}", "--tfdist_task=boss:0"], "--tfdist_cluster, --tfdist_task: "),
         (["--tfdist_cluster={'a': 1}", "--tfdist_task=ps:0"], "--tfdist_cluster, --tfdist_task: the value is not JSON"),
         (

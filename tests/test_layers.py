@@ -381,36 +381,6 @@ def test_the_finder_finds_what_reaches_past_the_surface():
         assert list(private_names.find(ast.parse(source), own={"_own"}, foreign={"_value"})), source
 
 
-_PUBLIC = (
-    "import tensorflow as tf\nimport keras\nfrom keras import layers",
-    "from tensorflow.distribute import Strategy",
-    "self._own = other._own",
-    "engine._own()",
-    "self._value = 1\nprint(self._value)",
-    "super()._value",
-    "__version__, module.__file__",
-    "os._exit(1)\nsys._current_frames()",
-    "getattr(engine, '_own')",
-    "getattr(model, 'stop_training')",
-    "object.__setattr__(self, 'type', 1)",
-    "setattr(self, name, 1)\nself.__dict__['x'] = 1\nvars(self)['x'] = 1",
-    "class Own: ...\nsetattr(Own, 'name', 1)",
-    "name in vars(model)\nvars(model).get('name')\nvars(model)['name']",
-    "model.stop_training = True",
-    "call = strategy.extended.colocate_vars_with",
-)
-
-
-def test_the_finder_leaves_public_names_and_own_ones():
-    for source in _PUBLIC:
-        assert list(private_names.find(ast.parse(source), own={"_own", "_value"}, foreign={"_value"})) == [], source
-
-
-def test_the_finder_knows_what_modules_define():
-    source = "class _A:\n    _b: int\n    def _c(self): self._d = 1; self.e = 1; other._f = 1\n_g = 1\n_h: int = 1"
-    assert private_names.defined([ast.parse(source)]) == {"_A", "_b", "_c", "_d", "_g", "_h"}
-
-
 def _defined(path: pathlib.Path) -> set[str]:
     """Names that a module defines itself at its top level."""
     names: set[str] = set()
@@ -504,7 +474,7 @@ MOST_IN_COMPAT = 23
 MOST_LINES = 815
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 51_795, ("tfdist", "js"): 1_433, ("tests", "py"): 40_934}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 51_795, ("tfdist", "js"): 1_433, ("tests", "py"): 40_000}
 
 
 @functools.cache

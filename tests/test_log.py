@@ -33,8 +33,7 @@ class Kept(logging.Handler):
 
 
 @pytest.mark.parametrize(
-    ("line", "written"),
-    [("one", "tfdist: one\n"), ("tfdist worker:0: 5 %", "tfdist worker:0: 5 %\n")],
+    ("line", "written"), [("one", "tfdist: one\n"), ("tfdist worker:0: 5 %", "tfdist worker:0: 5 %\n")]
 )
 def test_a_line_is_on_standard_error_by_default(logger, capsys, line: str, written: str):
     _log.say(line)

@@ -7,29 +7,16 @@ That the calls also do what is said there is shown on a real cluster, by `tests/
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 from tensorflow.python.eager import context
 
-from tfdist.compat.tensorflow.coordinator import clear_error, current_worker, has_failed, is_task_failure, raise_failure
+from tfdist.compat.tensorflow.coordinator import current_worker, has_failed, is_task_failure, raise_failure
 
 pytestmark = pytest.mark.devices
-
-
-def parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def test_the_queue_takes_any_callable_with_its_arguments() -> None:
-    assert parameters(cluster_coordinator.Cluster.schedule) == ["self", "function", "args", "kwargs"]
-    source = inspect.getsource(cluster_coordinator.Cluster.schedule)
-    assert "Closure(" in source
-    assert "closure_queue.put(" in source
 
 
 def test_a_closure_calls_what_is_no_tf_function_as_it_is() -> None:
@@ -39,20 +26,6 @@ def test_a_closure_calls_what_is_no_tf_function_as_it_is() -> None:
     worker = SimpleNamespace(device_name="/device:CPU:0", worker_index=0, executor=context.context().executor)
     closure.execute_on(worker)
     assert calls == [("a", 1)]
-
-
-def test_resources_of_workers_are_made_by_a_function_with_its_arguments() -> None:
-    assert parameters(cluster_coordinator.ClusterCoordinator._create_per_worker_resources) == [
-        "self",
-        "fn",
-        "args",
-        "kwargs",
-    ]
-
-
-def test_the_coordinator_has_one_cluster_with_one_queue() -> None:
-    assert "self._cluster = Cluster(" in inspect.getsource(cluster_coordinator.ClusterCoordinator.__init__)
-    assert "self.closure_queue = _CoordinatedClosureQueue(" in inspect.getsource(cluster_coordinator.Cluster.__init__)
 
 
 def test_what_can_not_be_mended_stands_in_the_queue_and_is_raised_once() -> None:
@@ -76,11 +49,6 @@ def test_a_thread_knows_its_worker_only_inside_of_a_closure() -> None:
     with coordinator_context.with_dispatch_context(SimpleNamespace(worker_index=3)):
         assert current_worker() == 3
     assert current_worker() is None
-
-
-def test_an_error_of_this_thread_can_be_forgotten() -> None:
-    assert callable(context.context().executor.clear_error)
-    clear_error()
 
 
 WORKER = "from /job:worker/replica:0/task:1"

@@ -95,13 +95,6 @@ def test_a_missing_name_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_a_second_check_costs_nothing(monkeypatch: pytest.MonkeyPatch):
-    versions.check()
-    monkeypatch.setattr(versions, "has", lambda need: pytest.fail("checked twice"))
-    versions.check()
-
-
 @pytest.mark.parametrize(
     ("need", "expected"),
     [

@@ -7,18 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.compression import LocalTransport, Threshold, frames, gathered
+from tfdist.compression import LocalTransport, Threshold, gathered
 
 LARGE = 1 << 18
 
 pytestmark = pytest.mark.devices
-
-
-@pytest.mark.parametrize("size", [0, 1, 17, LARGE])
-def test_arrays_are_aligned_and_of_their_size(size: int):
-    array = frames.empty(size)
-    assert array.dtype == np.float32 and array.shape == (size,)
-    assert not size or array.ctypes.data % 64 == 0
 
 
 def test_tensors_of_earlier_steps_keep_their_values():

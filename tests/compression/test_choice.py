@@ -53,7 +53,6 @@ def test_no_codec_is_chosen_for_few_values_on_a_busy_machine(monkeypatch: pytest
     [
         pytest.param(1e-6, 4e-3, id="nothing is to be saved"),
         pytest.param(1.0, 1.3, id="an exchange is mostly latency", marks=pytest.mark.slow),
-        pytest.param(1.0, 0.9, id="sums of all sizes take as long", marks=pytest.mark.slow),
     ],
 )
 def test_no_codec_is_chosen_where_none_gains_enough(monkeypatch: pytest.MonkeyPatch, latency: float, plain: float):

@@ -193,10 +193,7 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(
         ),
         (lambda: pairs().batch(4).repeat(1 + index()), "read equally many .* 6 batches on worker:0, 12 batches on"),
         (lambda: pairs().shuffle(40, seed=index()).batch(4), "give shuffle the same seed on all"),
-        (
-            lambda: pairs().shard(2, index()).take(10).batch(4),
-            r"remove x\[rank::n\] or dataset.shard.* another batch 0 on",
-        ),
+        (lambda: pairs().shard(2, index()).take(10).batch(4), r"remove x\[rank::n\] or dataset.shard.* another batch"),
         (lambda: tf.data.Dataset.from_tensor_slices((NUMBERS[index() : 20 : 2],) * 2).batch(4), "another batch 0 on"),
     ):
         with pytest.raises(ValueError, match=f"^dataset: .*{message}"):

@@ -29,10 +29,7 @@ print("TRANSFER", strategy.report().transfer, flush=True)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("transfer", "said"),
-    [
-        ("plain", "each variable and gradient sent whole"),
-        ("auto", "embedding rows gathered at the table"),
-    ],
+    [("plain", "each variable and gradient sent whole"), ("auto", "embedding rows gathered at the table")],
 )
 def test_a_wide_layer_trains_as_on_one_device(transfer: str, said: str, tmp_path: pathlib.Path) -> None:
     with programs.running(SCRIPT.format(transfer=transfer), tmp_path) as program:

@@ -120,10 +120,7 @@ def test_checkpoint_of_other_transforms_begins_anew(capfd: pytest.CaptureFixture
     ("update", "message"),
     [
         (lambda g, s, i: (g[1:], s), r"must return 4 gradients, one for each\. Received"),
-        (
-            lambda g, s, i: ([each[None] for each in g], s),
-            r"must return a gradient of '.*kernel', float32\[3, 8\]\. Received: ",
-        ),
+        (lambda g, s, i: ([each[None] for each in g], s), r"must return a gradient of '.*kernel', float32\[3, 8\]"),
         (lambda g, s, i: ([tf.cast(each, tf.float64) for each in g], s), r"must return a gradient of '.*kernel'"),
         (lambda g, s, i: (g, tf.cast(s, tf.float64)), r"must return a state of TensorSpec"),
         (lambda g, s, i: (g, (s, s)), r"must return a state of the structure"),

@@ -11,16 +11,18 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
+from collections.abc import Sequence
 
 import logs
-import numpy as np
 import pytest
 from rich.console import Console
 
 from tfdist import cli
-from tfdist.telemetry.update_log import Contributions, EventKind, Events, Header, Scalars, Timeline, Updates, read_logs
+from tfdist.policies import Contribution
+from tfdist.telemetry.update_log import EventKind, Header, LogWriter, Timeline, UpdateRecord, read_logs
 from tfdist.watching.watch import Watched
 
 ENTERS, LEAVES, SHOWS_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
@@ -115,48 +117,20 @@ def test_rates_and_counts_are_those_of_the_log(tmp_path: pathlib.Path):
         assert rows(lines)[name][: len(state) + 3] == [*state, rate, str(accepted), str(dropped)]
 
 
-def timeline(events: list[tuple] = (), silent: float = 0.0) -> Timeline:
+def timeline(events: Sequence[tuple[float, int, EventKind, str]] = (), silent: int = 0) -> Timeline:
     """Two workers that make an update each second, of which the second one is silent for some seconds at the end."""
-    names = ("worker:0", "worker:1", "worker:2")
-    count = 20
-    there = [[0, 1] if step < count - silent else [0] for step in range(count)]
-    workers = [worker for step in there for worker in step]
-    updates = Updates.of(
-        step=np.arange(1, count + 1),
-        time=np.arange(1.0, count + 1),
-        **{name: np.full(count, value) for name, value in (("opened", 1.0), ("wait", 0.5), ("examples", 8))},
-        phase=np.zeros(count),
-        count=[len(step) for step in there],
-        reduce=np.zeros(count),
-    )
-    gradients = Contributions.of(
-        worker=workers,
-        **{
-            name: np.full(len(workers), value)
-            for name, value in (
-                ("start", -0.5),
-                ("arrival", 0.0),
-                ("outcome", 0),
-                ("staleness", 0),
-                ("weight", 1),
-                ("held", 0),
-                ("input", 0),
-            )
-        },
-    )
-    noted = Events.of_rows([(*event, 0.0) for event in events])
-    headers = {"run1/policy/updates": Header("job", "chief:0", names, "S", ("P()",), time.time() - count - 5)}
-    return Timeline(
-        job="job",
-        headers=headers,
-        workers=names,
-        origin_secs=headers["run1/policy/updates"].origin_secs,
-        left_out=0,
-        updates=updates,
-        contributions=gradients,
-        events=noted,
-        scalars=Scalars.of_rows([]),
-    )
+    names, count = ("worker:0", "worker:1", "worker:2"), 20
+    header = Header("job", "chief:0", names, "S", ("P()",), time.time() - count - 5)
+    with tempfile.TemporaryDirectory() as directory:
+        writer = LogWriter(f"{directory}/updates", header, flush_secs=3600.0)
+        for step in range(1, count + 1):
+            there = (0, 1) if step <= count - silent else (0,)
+            gradients = [Contribution(worker, step - 0.5, step) for worker in there]
+            writer.add(UpdateRecord(step, step, 1.0, 0.5, 8, 0, gradients))
+        for when, worker, kind, text in events:
+            writer.event(kind, text, worker, when)
+        writer.close()
+        return read_logs(directory)
 
 
 def test_states_say_who_is_lost_late_or_absent():
