@@ -110,8 +110,8 @@ def _launch(arguments: list[str]) -> int:
 def _unknown(kind: str, given: str, known: Collection[str], page: str) -> _UsageError:
     """Returns the error for an unknown command or platform, with the one that was probably meant."""
     words = {name: name for name in known} | {name: f"launch {name}" for name in PLATFORMS}
-    closest = difflib.get_close_matches(given, words, 1)
-    meant = [words[name] for name, others in _OTHER_NAMES.items() if given in others.split() and name in words]
+    closest = difflib.get_close_matches(given.lower(), words, 1)
+    meant = [words[name] for name, others in _OTHER_NAMES.items() if given.lower() in others.split() and name in words]
     meant += [words[name] for name in closest]
     if given.endswith(".py") or (given.startswith("-") and known is PLATFORMS):
         meant = [f"launch local {shlex.quote(given)}"]

@@ -88,7 +88,7 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
             assert cli.main([*command, f"--{name}={value}", "setup.py"]) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert re.match(
-                rf"tfdist: --{name} (must be an? \S+.*, such as --{name}=\d|must be one of|takes no value;)", line
+                rf"tfdist: --{name} (must be an? \S+.*, such as --{name}=\d|must be one of|is on or off;)", line
             )
             assert line.endswith(f"Received: --{name}={value} (see tfdist {' '.join(command)} --help)")
 
@@ -101,7 +101,7 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         ("launch ssh -np 2", "unknown flag -np; did you mean --num_workers=2?"),
         ("launch local --nproc_per_node=auto", "unknown flag --nproc_per_node; did you mean --num_workers? It takes"),
         ("launch local --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --num_workers=2?"),
-        ("launch ssh --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --num_workers?"),
+        ("launch ssh --nproc_per_node=2", "unknown flag --nproc_per_node; write it in --hosts, as in --hosts=a:2,b:2"),
         ("launch ssh -H a:2,b", "unknown flag -H; did you mean --hosts=a:2,b?"),
         ("launch ssh -p2222", "unknown flag -p2222; for an option of ssh, write --ssh=-p2222"),
         ("launch slurm --nproc_per_node=2", "unknown flag --nproc_per_node; did you mean --tasks_per_node=2?"),
@@ -120,7 +120,7 @@ def test_no_number_in_a_flag_is_one_line_with_argument_value_and_remedy(command,
         ("launch ray --memory=16GB", 'unknown flag --memory; did you mean --resources_per_worker=\'{"CPU": 1, "mem'),
         ("launch ray --use_gpu=false", "unknown flag --use_gpu; did you mean --resources_per_worker='{\"GPU\": 0}'?"),
         ("launch slurm -q a", "unknown flag -q; did you mean --qos=a?"),
-        ("launch slurm --wrap=a;b", "unknown flag --wrap; for an option of Slurm, write --sbatch='--wrap=a;b'"),
+        ("launch slurm --bell=a;b", "unknown flag --bell; for an option of Slurm, write --sbatch='--bell=a;b'"),
         ("launch slurm --pty", "unknown flag --pty; did you mean --srun=--pty?"),
         ("launch local --nnodes=2", "unknown flag --nnodes; tfdist launch ssh --hosts=a,b has several machines"),
         ("launch slurm -N 2", "unknown flag -N; write --num_workers=2 for a worker on each, or --tasks_per_node=2"),

@@ -58,7 +58,7 @@ def test_what_is_planned_is_shell():
         ({"directory": "a\nb"}, "--directory has a character that a batch script can't hold"),
         ({"time": '1"'}, "--time has a character that a batch script can't hold"),
         ({"sbatch": ("--array=1-4",)}, "--sbatch can't change the tasks of a job"),
-        ({"sbatch": ("-n4",)}, "--sbatch can't change the tasks of a job"),
+        ({"sbatch": ("--exclusive -n4",)}, "--sbatch can't change the tasks of a job"),
         ({"sbatch": ("exclusive",)}, "--sbatch has no dashes before its option; write --sbatch=--exclusive"),
         ({"srun": ("mpi=none",)}, "--srun has no dashes before its option; write --srun=--mpi=none"),
         ({"command": ("a.py", "\0")}, "an argument has a zero byte"),

@@ -42,20 +42,21 @@ COMMANDS = {
 _SYNONYMS = (
     "tasks_per_node ntasks_per_node nproc_per_node npernode ppn slots_per_host",
     "num_workers workers replicas num_processes nproc_per_node num_proc nproc nprocs np n completions parallelism",
-    "num_workers workers ntasks num_tasks world_size",
+    "num_workers workers nworkers ntasks num_tasks world_size",
     "workers nodes nnodes num_nodes num_machines",
     "num_ps ps servers num_servers parameter_servers",
     "hosts host H machines",
-    "hostfile machinefile",
-    "devices_per_worker | gpus num_gpus",
+    "hostfile machinefile f",
+    "devices_per_worker gpus_per_worker | gpus num_gpus",
+    "gpus_per_node gpu",
     "gpus_per_worker gpus_per_task gpu | gpus_per_node | gpus num_gpus G multi_gpu use_gpu cuda accelerator",
-    "env x genv env_vars",
+    "env x e genv env_vars",
     "help helpfull helpshort",
     "image container_image docker_image",
     "min_workers min_np",
     "max_restarts restarts restart retries max_retries max_failures reset_limit backoff_limit",
     "task_logs log_dir logdir output_filename | redirects r",
-    "directory working_dir chdir workdir wdir cwd D",
+    "directory working_dir working_directory chdir workdir wdir cwd D",
     "tf_log_level | log_level verbose v debug",
     "telemetry | timeline_filename timeline",
     "pre_kill_secs | signal",
@@ -65,20 +66,23 @@ _SYNONYMS = (
     "python interpreter remote_python",
     "zone tpu_zone",
     "accelerator_type type tpu_type accelerator",
-    "partition p",  # Short options of sbatch.
+    "partition p queue",  # Short options of sbatch.
     "account A",
     "qos q",
     "quiet_workers quiet q silent local_ranks_filter",
-    "time t",
+    "time t walltime max_time time_limit",
+    "mem memory",
     "constraint C",
-    "output o",
+    "output o json",
+    "global_batch | batch_size batch",
     "name job_name J",
     "namespace ns",
     "cpus_per_task c",
     "strategy placement_strategy",
     "runtime_env runtime_env_json",
     "spot preemptible",
-    "claim | volume volumes pvc",
+    "node_selector selector",
+    "version runtime_version",
     "network bandwidth",
     "step_secs step_time",
 )
@@ -94,10 +98,12 @@ _HANDING_ON = (
     # Containers are of srun's plugin pyxis.
     ("srun", r"container\w*|mpi|(cpu|mem|accel)_bind|pty|label|[lurKEX]|unbuffered|kill_on_bad_exit", "{option}"),
     ("srun", r"multi_prog|preserve_env|overlap|compress|bcast|(task_)?(pro|epi)log|resv_ports|relative", "{option}"),
-    ("sbatch", r"gpus_per_task|gres|exclu\w+|x|nodelist|reservation|dependency|mem_per_\w+|mail_\w+", "{option}"),
+    ("sbatch", r"gpus_per_task|gres|exclu\w+|[ex]|nodelist|reservation|dependency|(mem_per|mail)_\w+", "{option}"),
     ("ssh", "ssh_port", "-p{value}"),
     ("ssh", "connect_timeout", "-oConnectTimeout={value}"),
     ("ssh", "((ssh|identity|private)_)?(key|identity)(_file)?", "-i{value}"),
+    ("claim", "v|volumes?|pvc|mount", "{claim}"),
+    ("max_restarts", "restart(_policy)?", "{number}"),
     ("communication", "mpi|mpi_args|mca", "mpi"),
     ("communication", "gloo|tcp", "tensorflow"),
 )
@@ -111,6 +117,7 @@ _HANDING_ON_ANY = {
 _MEET = "leave it out, because tasks learn from the launcher where they meet"
 _UNUSED = "leave it out, because there is nothing to set"
 _NODES = "nnodes|nodes|num_nodes|num_machines|N"
+_PER_HOST = r"(n?tasks|nproc)_per_node|npernode|ppn|slots(_per_host)?"
 # What no flag is for: a flag by which the commands are known ("" for those that take a path), names, and the remedy.
 _NO_FLAG = (
     ("", r"(log_?)?(dir(ectory)?|path|file)|logs?|profile|input", "write it without a name: {value}"),
@@ -118,18 +125,20 @@ _NO_FLAG = (
     ("patch", "context|kubeconfig|cluster|user|token|server|s|as", "KUBECONFIG or kubectl config use-context sets it"),
     ("patch", "o|output|f|filename|overrides", "--dry_run prints the manifests, --patch=FILE changes them"),
     ("patch", "rm|i|it|t|tty|stdin|attach|wait|w|watch|follow", "a line at submission has the commands of kubectl"),
-    ("num_updates", "log_dir", "removed; --json=FILE has the result"),
-    ("measure_secs", "meet_secs", "removed; --measure connects the tasks"),
     ("gcloud", "tpu(_name|_vm)?", "write --name={name}"),
     ("gcloud", r"tpu_\w+", _UNUSED),
     ("gcloud", r"command|(num_)?(workers?|n?nodes)|np?|nproc\w+", "SCRIPT runs on the first host, --setup on all"),
     ("patch", "limits|requests", "--cpu, --memory and --gpus_per_worker are of each pod"),
     ("patch", "task_logs|log_dir|logdir|redirects", "kubectl logs shows the output, which a line at submission names"),
-    ("ssh", "user(name)?|login|slots(_per_host)?|ppn|npernode", "write USER@HOST:SLOTS in --hosts"),
+    ("ssh", "user(name)?|login", "write USER@HOST in --hosts"),
+    ("hosts", _PER_HOST, "write it in --hosts, as in --hosts=a:{n},b:{n} for {n} tasks on each"),
     ("ssh", "ssh_(options?|args)", "write each option by itself, such as --ssh=-p2222 --ssh=-iKEY"),
     ("ssh", r"(ssh_)?pass\w*", "a login needs a key, which ssh-copy-id HOST brings there"),
     ("refresh_secs", "port|host|bind_all", "it writes to the terminal; the page is in TensorBoard"),
     ("runtime_env", r"submission_id|no_wait|entrypoint_\w+|metadata_json", "ray job submit has it, before --"),
+    ("sbatch", "wrap", "name the script behind the flags"),
+    ("setup", "venv|virtualenv", "write --setup='. {value}/bin/activate', or --python={value}/bin/python"),
+    ("dry_run", "strategy", "the script has it, as in train.py --tfdist_strategy=parameter_server"),
     ("sbatch", "array|a", "a job is one cluster; submit it several times"),
     ("sbatch", _NODES, "write --num_workers={n} for a worker on each, or --tasks_per_node=2 and twice the workers"),
     ("hosts", _NODES, "--hosts names them, as in --hosts=a:4,b:4 for 4 tasks on each"),
@@ -217,13 +226,26 @@ def _check_script(values: flags.FlagValues, arguments: Sequence[str], rest: Sequ
             raise FlagError(f"a flag begins with two hyphens; write {shell_flag(name, value)}. Received: {script!r}")
         if re.match(r"\S+\.py\s", script):
             raise LaunchError(f"the script is quoted with its arguments; don't quote them. Received: {script!r}")
-        flag, equals, _ = _name_in(values, ["", *before][-1])
-        is_value = not re.search(r"^-|\.py$", script) and any(each.endswith(".py") for each in rest[1:])
-        if is_value and flag and not equals and flag in values:
-            form = f"--{flag}, or --no{flag}" if values[flag].flag_type() == "bool" else shell_flag(flag, script)
-            raise FlagError(f"--{flag} takes no value after a blank; write {form}. Received: {before[-1]} {script}")
+        words = [*itertools.takewhile(lambda each: not re.search(r"^-|\.py$", each), rest)]
+        typed = before[max((index for index, each in enumerate(before) if each.startswith("-")), default=0) :]
+        flag, _, value = _name_in(values, "=".join(typed))
+        has_script = any(each == "-m" or each.endswith(".py") for each in rest)
+        if flag in values and words and has_script and (form := _joined(values[flag], value, words)):
+            kind = "no value after a blank" if values[flag].boolean else "a value without blanks"
+            raise FlagError(f"--{flag} takes {kind}; write {form}. Received: {shlex.join([*typed, *words])}")
     if "--" not in before:
         _look_behind(values, rest)
+
+
+def _joined(flag: flags.Flag, value: str, words: Sequence[str]) -> str:
+    """Returns a flag whose value goes on in the words behind it; "" if these may be a script and its arguments."""
+    if flag.boolean:
+        return f"--{flag.name}, or --no{flag.name}" if flag.flag_type() == "bool" else shell_flag(flag.name, words[0])
+    if flag.name == "hosts" and (value.endswith(",") or re.fullmatch(r"[\w.@-]+:\d+|\w+", words[0])):
+        return shell_flag(flag.name, ",".join(filter(None, re.split("[, ]", " ".join([value, *words])))))
+    # Of ssh, these letters take no value.
+    is_option = re.fullmatch(r"(?!ssh-[46AaCfGgKkMNnqsTtVvXxYy])[a-z]+(-\w|--[\w-]+)", flag.name + value)
+    return shell_flag(flag.name, value + "=" * value.startswith("--") + words[0]) if is_option else ""
 
 
 DEFINE: dict[type, Callable[..., object]] = {
@@ -378,15 +400,16 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
     if name == "n" and "namespace" in values and not value.isdecimal():
         return f"{unknown}; did you mean {shell_flag('namespace', value)}, or --num_workers?"
     is_launcher = "dry_run" in values
-    if not (is_launcher and re.fullmatch(_NODES, name)) and (meant := _meant(name, value, values)):
+    of_hosts = f"{_NODES}|{_PER_HOST}" if "hosts" in values else _NODES
+    if not (is_launcher and re.fullmatch(of_hosts, name)) and (meant := _meant(name, value, values)):
         is_complete = meant[2:] not in values or values[meant[2:]].boolean
-        example = "" if is_complete else f" It takes a value, such as {_example(values[meant[2:]])}"
+        example = "" if is_complete else f" It takes a value, such as {_example(values[meant[2:]], value)}"
         return f"{unknown}; did you mean {meant}?{example}"
     for flag, names, remedy in _NO_FLAG:
         if (flag in values if flag else values.is_gnu_getopt()) and re.fullmatch(names, name):
             texts = {"value": "PATH", "name": "NAME", "n": "2"}
             return f"{unknown}; {remedy.format(**{key: shlex.quote(value or text) for key, text in texts.items()})}"
-    if is_launcher and "env" not in values and name in ("env", "x", "genv", "python", "directory", "working_dir"):
+    if is_launcher and "env" not in values and re.fullmatch("e|env|x|genv|python|venv|directory|working_dir", name):
         return f"{unknown}; tasks on this machine have the Python, directory and environment of this command"
     if name.startswith("tfdist_"):
         return f"{unknown}; it is for the script: put it behind the script's name"
@@ -431,8 +454,6 @@ def _meant(name: str, value: str, values: flags.FlagValues, likeness: float = _L
         if flag in values and re.fullmatch(names, name):
             return shell_flag(flag, _handed_on(form, name, value))
     flag, is_same = _counterpart(name, values, likeness)
-    # Tasks of each host, where there are several hosts, are not all workers.
-    is_same &= not (name == "nproc_per_node" and flag == "num_workers" and "port" in values)
     if not is_same or values[flag].boolean or (values[flag].flag_type() == "int" and not value.isdecimal()):
         value = ""
     return flag and shell_flag(flag, value)
@@ -440,8 +461,9 @@ def _meant(name: str, value: str, values: flags.FlagValues, likeness: float = _L
 
 def _handed_on(form: str, name: str, value: str) -> str:
     option = f"--{name.replace('_', '-')}{value and f'={value}'}" if len(name) > 1 else f"-{name}{value}"
-    number = value if value.isdecimal() else int(value.lower() not in ("false", "no"))
-    return form.format(name=name, value=value, number=number, option=option)
+    number = value if value.isdecimal() else int(value.lower() not in ("false", "no", "never"))
+    claim = value.replace(":/", "=/") if "/" in value else f"{value or 'NAME'}=/{value or 'DIRECTORY'}"
+    return form.format(name=name, value=value, number=number, option=option, claim=claim)
 
 
 def _counterpart(name: str, values: flags.FlagValues, likeness: float = _LEAST_LIKENESS) -> tuple[str, bool]:
@@ -472,7 +494,7 @@ def _illegal(text: str, values: flags.FlagValues, files: Mapping[str, str]) -> s
     if isinstance(flag.parser, flags.EnumParser):
         return f"--{name} must be one of {', '.join(flag.parser.enum_values)}. {received}"
     if flag.boolean:
-        return f"--{name} takes no value; write --{name}, or --no{name}. {received}"
+        return f"--{name} is on or off; write --{name}, or --no{name}. {received}"
     if name == "gpus_per_node" and (typed := re.fullmatch(r"(?=.*\d)[A-Za-z]\w*(?::(\d+))?", value)):
         given = f"--{name}={typed[1] or 1} --sbatch=--gpus-per-node={value}"
         return f"--{name} is a number; write {given} for a type. {received}"
@@ -480,11 +502,13 @@ def _illegal(text: str, values: flags.FlagValues, files: Mapping[str, str]) -> s
     return f"--{name} must be {kind}, such as {_example(flag)}. {received}"
 
 
-def _example(flag: flags.Flag) -> str:
-    """Returns a flag with a value that it takes."""
-    numbers = [max(1, getattr(flag.parser, "lower_bound", None) or 0)] * (flag.flag_type() in ("int", "float"))
-    choices = [*numbers, *getattr(flag.parser, "enum_values", ()), "VALUE"]
-    return shell_flag(flag.name, str(flag.default or choices[0]))
+def _example(flag: flags.Flag, number: str = "") -> str:
+    """Returns a flag with a value that it takes: the number if it takes numbers, and one is given."""
+    if flag.flag_type() not in ("int", "float") or not number.isdecimal():
+        least = max(1, getattr(flag.parser, "lower_bound", None) or 0)
+        choices = [*[least] * (flag.flag_type() in ("int", "float")), *getattr(flag.parser, "enum_values", ()), "VALUE"]
+        number = str(flag.default or choices[0])
+    return shell_flag(flag.name, number)
 
 
 def _look_behind(values: flags.FlagValues, command: Sequence[str]) -> None:

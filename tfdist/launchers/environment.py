@@ -66,13 +66,16 @@ def tf_log_level_environment(chosen: str | None, env: Mapping[str, str]) -> dict
 # What all of these flags add, and `--env`.
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+# Variables that launchers write for each task, and that of TPUs alone. Flags of their own set the others.
+_OF_TASKS = "TF_CONFIG|TFDIST_(ATTEMPT|J|LAUNCHER|NOTICES|POD_|RAY_|SEND_|SLURM_|TASK_).*"
+_OF_TPUS = f"{_OF_TASKS}|TPU_NAME|TPU_LOAD_LIBRARY"
 
 
 def from_flags(values: flags.FlagValues) -> dict[str, str]:
     """Returns the variables that the flags add to the tasks' environment; a command line may lack some of the flags.
 
     Raises:
-      LaunchError: a name of --env is invalid, or a name without a value is not set.
+      LaunchError: a name of --env is invalid or the launcher's, or a name without a value is not set.
     """
     given, found = values.flag_values_dict(), dict[str, str]()
     if given.get("communication", AUTO) != AUTO:
@@ -80,20 +83,18 @@ def from_flags(values: flags.FlagValues) -> dict[str, str]:
     if given.get("telemetry"):
         found[TELEMETRY_VARIABLE] = given["telemetry"]
     level = tf_log_level_environment(values.tf_log_level, os.environ)
-    return found | level | _pairs(given.get("env", ()))
+    return found | level | _pairs(given.get("env", ()), _OF_TPUS if "gcloud" in given else _OF_TASKS)
 
 
-def _pairs(settings: Sequence[str]) -> dict[str, str]:
-    """Parses NAME=VALUE pairs; a NAME alone has its value in this process' environment.
-
-    Raises:
-      LaunchError: a name is invalid, or a name without a value is not set.
-    """
+def _pairs(settings: Sequence[str], taken: str) -> dict[str, str]:
+    """Parses NAME=VALUE pairs; a NAME alone has its value in this process' environment."""
     found: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not _VARIABLE.fullmatch(name):
             raise LaunchError(f"--env has no name of a variable; write --env=NAME=VALUE. Received: {setting!r}")
+        if re.fullmatch(taken, name):
+            raise LaunchError(f"--env can't replace a variable of the launcher's; leave it out. Received: --env={name}")
         if not equals and name not in os.environ:
             raise LaunchError(f"--env={name} takes the value from here, where it is not set; write --env={name}=VALUE")
         found[name] = value if equals else os.environ[name]

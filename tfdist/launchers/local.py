@@ -88,11 +88,6 @@ def define_flags(values: flags.FlagValues) -> None:
     shape.define_flags(values, Shape, LocalJob, Restarts, LogSettings, has_env=False)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch local`. See `command_line.run_command`."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
-
-
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     devices = [] if values.gpus_per_worker == 0 else environment.present()
     job = shape.job_from_flags(LocalJob, values, command)
@@ -103,6 +98,9 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     with PortReservation(len(job.shape.members)) as reservation:
         planned = functools.partial(plan, job, reservation.ports, devices=devices)
         return command_line.submit_or_show(values, planned(), lambda: submit_with_secret(planned, logs))
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_launch)
 
 
 def submit_with_secret(planned: Callable[..., Request], logs: LogSettings, start: Start = start_guard) -> int:

@@ -88,7 +88,7 @@ class RayJob(SupervisedJob):
         if self.address != "auto" and (wrong := _sockets.address_problem(self.address.removeprefix("ray://"))):
             remedy = "use auto, HOST:6379 or ray://HOST:10001; ray job submit takes http"
             raise LaunchError(f"--address {wrong[0]}; {remedy}. Received: {self.address!r}")
-        worker = json_object("resources_per_worker", self.resources_per_worker)
+        worker = json_object("resources_per_worker", self.resources_per_worker, '{"CPU": 2}')
         misspelt = [name for name in worker if name not in _OPTIONS and name.upper() in ("CPU", "GPU")]
         are_numbers = all(type(value) in (int, float) and value >= 0 for value in worker.values())
         if misspelt or not are_numbers or not any(worker.values()):
@@ -323,11 +323,6 @@ def define_flags(values: flags.FlagValues) -> None:
     shape.define_flags(values, Shape, RayJob, Restarts, LogSettings)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch ray`. See `command_line.run_command`."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
-
-
 def run(*command: str, **options: object) -> None:
     """Runs a job from a notebook or a Ray driver, and returns once it has ended: `run("train.py", num_workers=4)`.
 
@@ -350,7 +345,7 @@ def run(*command: str, **options: object) -> None:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = shape.job_from_flags(RayJob, values, command)
-    runtime_env = json_object("runtime_env", job.runtime_env)
+    runtime_env = json_object("runtime_env", job.runtime_env, '{"pip": ["scikit-learn"]}')
     logs = command_line.from_settings(LogSettings, values)
     if job.copy:
         requests.check_command(job.command)
@@ -358,6 +353,9 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     bundles = ", ".join(f"{task} {json.dumps(each)}" for task, each in zip(job.shape.tasks, job.bundles, strict=True))
     asked = f"# Ray at {job.address}: placement group {job.strategy} of {bundles}; runtime environment {runtime_env}"
     return command_line.submit_or_show(values, f"{asked}\n\n{plan(job)}", lambda: _submit(job, runtime_env, logs))
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_launch)
 
 
 def _submit(job: RayJob, runtime_env: Mapping[str, Any], logs: LogSettings) -> int:

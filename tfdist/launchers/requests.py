@@ -78,8 +78,8 @@ def read_file(name: str, path: str, remedy: str = "name a file that exists") -> 
         raise LaunchError(f"{name} can't be read: {problem}; {remedy}. Received: {path!r}") from None
 
 
-def json_object(flag: str, text: str) -> dict[str, Any]:
-    """Returns the JSON object that is the value of a flag.
+def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
+    """Returns the JSON object that is the value of a flag; the error has an example.
 
     Raises:
       LaunchError: it is none.
@@ -87,7 +87,7 @@ def json_object(flag: str, text: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         if isinstance(found := json.loads(text), dict):
             return found
-    raise LaunchError(f"--{flag} is no JSON object; write it as --{flag}='{{\"NAME\": VALUE}}'. Received: {text}")
+    raise LaunchError(f"--{flag} is no JSON object; write it as --{flag}='{example}'. Received: {text}")
 
 
 def make_folder(name: str, folder: pathlib.Path) -> None:
@@ -202,7 +202,7 @@ def _script_problem(path: pathlib.Path) -> str | None:
         found = (path / "__main__.py").exists()
         return None if found else "is a directory without __main__.py; name a file"
     if not path.exists():
-        return f"does not exist (looked in {pathlib.Path.cwd()}); check its name"
+        return f"does not exist{'' if path.is_absolute() else f' (looked in {pathlib.Path.cwd()})'}; check its name"
     return None if os.access(path, os.R_OK) else "is not readable; try chmod +r"
 
 

@@ -7,6 +7,7 @@ TPUs are used through tf.distribute.TPUStrategy and need no TF_CONFIG: one progr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import shlex
 import signal
@@ -166,11 +167,6 @@ def define_flags(values: flags.FlagValues) -> None:
     shape.define_flags(values, TpuJob, has_communication=False)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch tpu`. See `command_line.run_command`."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
-
-
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     if values.telemetry:
         raise LaunchError(
@@ -181,3 +177,6 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         raise LaunchError(f"--copy does not exist; name a directory or file of this machine. Received: {values.copy!r}")
     request = plan(shape.job_from_flags(TpuJob, values, command))
     return command_line.submit_or_show(values, request, lambda: submit(request, LogSettings()))
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_launch)

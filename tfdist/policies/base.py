@@ -16,15 +16,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.policies.records import (
-    Arrival,
-    Change,
-    Computation,
-    Contribution,
-    Delivered,
-    Outcome,
-    Update,
-)
+from tfdist.policies.records import Arrival, Change, Computation, Contribution, Delivered, Outcome, Update
 
 # Makes the place of the last durations of a replica.
 _empty_window = functools.partial(collections.deque, maxlen=32)

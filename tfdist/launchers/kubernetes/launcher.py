@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import secrets
@@ -223,15 +224,13 @@ def _pairs(flag: str, settings: Sequence[str], form: str) -> dict[str, str]:
     return pairs
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch kubernetes`. See `command_line.run_command`."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
-
-
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     patches = [patch for path in values.patch for patch in read_patches(path)]
     request = plan(pods_from_flags(values, command), patches)
     return command_line.submit_or_show(values, request, lambda: submit(request))
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_launch)
 
 
 # Creates a job's objects through kubectl, all of them or none, and checks that their pods are created.

@@ -280,9 +280,8 @@ def _note_failures(number: str, failures: int) -> bool:
 
 def _signals_reach_all() -> bool:
     """Returns True if Slurm signals all descendants of a task, so that the script gets signals without the wrapper."""
-    return bool(
-        re.search(r"(?m)^ProctrackType\s*=\s*proctrack/linuxproc\s*$", _ask("scontrol", "show", "config") or "")
-    )
+    config = _ask("scontrol", "show", "config") or ""
+    return bool(re.search(r"(?m)^ProctrackType\s*=\s*proctrack/linuxproc\s*$", config))
 
 
 def define_flags(values: flags.FlagValues) -> None:

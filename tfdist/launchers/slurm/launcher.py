@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -80,6 +81,9 @@ class SlurmJob(slurm_job.Limits, StepSettings, Job):
     setup: tuple[str, ...] = setting((), "shell line before the tasks, such as 'module load cuda'; may be repeated")
 
     def __post_init__(self) -> None:
+        for flag in ("sbatch", "srun"):
+            options = [each for given in getattr(self, flag) for each in re.split(" +(?=--?[A-Za-z])", given)]
+            object.__setattr__(self, flag, tuple(options))
         if not _NAME.fullmatch(self.name):
             raise LaunchError(
                 f"--name is no name for a job; use up to 64 letters, digits, dots and dashes. Received: {self.name!r}"
@@ -307,11 +311,6 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob
     return shape.job_from_flags(SlurmJob, values, command, directory=values.directory or str(pathlib.Path.cwd()))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch slurm`. See `command_line.run_command`."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
-
-
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
     check_command(job.command)
@@ -322,3 +321,6 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         make_output_folders(job)
     request = plan(with_cpus(job))
     return command_line.submit_or_show(values, request, lambda: submit(request, job.used("output")[0]))
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_launch)

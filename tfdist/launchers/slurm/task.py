@@ -47,9 +47,8 @@ def expand_hosts(text: str) -> list[str]:
         parts = [map(_expand_part, re.findall(r"\[[^]]+\]|[^[]+", name)) for name in names]
         return ["".join(each) for name in parts for each in itertools.product(*name)]
     except ValueError:
-        raise LaunchError(
-            f"the host list is not written as Slurm does, such as n[01-04,7],login. Received: {text!r}"
-        ) from None
+        form = "the host list is not written as Slurm does, such as n[01-04,7],login"
+        raise LaunchError(f"{form}. Received: {text!r}") from None
 
 
 def _expand_part(part: str) -> list[str]:

@@ -8,6 +8,7 @@ plan.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -167,9 +168,6 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
     if bool(values.hosts) == bool(values.hostfile):
         received = "both" if values.hosts else "neither"
         raise LaunchError(f"say where to run by one of --hosts=a,b and --hostfile=FILE. Received: {received}")
-    script, *others = command
-    if values.hosts and re.fullmatch(r"[\w.@-]+:\d+|\w+", script) and any(each.endswith(".py") for each in others):
-        raise LaunchError(f"hosts are separated by commas: --hosts={values.hosts},{script}. Received: {script!r}")
     hosts = hosts_from_flag(values.hosts) if values.hosts else read_hostfile(values.hostfile)
     if values.num_workers is None:
         values.num_workers = 1
@@ -177,11 +175,6 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SshJob:
         values.num_workers = max(1, sum(host.slots for host in hosts) - others)
     directory = values.directory or str(pathlib.Path.cwd())
     return shape.job_from_flags(SshJob, values, command, hosts=tuple(hosts), directory=directory)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist launch ssh`. See `command_line.run_command`."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _launch)
 
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
@@ -198,6 +191,9 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
         return local.submit_with_secret(functools.partial(plan, job), logs)
 
     return command_line.submit_or_show(values, request, start)
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_launch)
 
 
 # Parser of the list of hosts: from a file with one line per host, or from the command line.
@@ -227,11 +223,7 @@ class Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Reads the hosts in a file: one line each, "host slots=N"; a # begins a comment.
-
-    Raises:
-      LaunchError: a line is invalid (the message has its number), the file has no host, or it can't be read.
-    """
+    """Reads a file with lines such as "host slots=N"; raises a LaunchError, with the number of an invalid line."""
     return parse_hosts(read_file("--hostfile", path), path)
 
 
@@ -246,7 +238,10 @@ def parse_hosts(text: str, name: str = "hostfile") -> list[Host]:
 
 def hosts_from_flag(text: str) -> list[Host]:
     """Parses "a,user@b:2": names, each with its slots if several; raises a LaunchError for an invalid entry."""
-    return _hosts([([item.strip()], "--hosts", text) for item in text.split(",")], "write --hosts=a,user@b:2")
+    names = [item.strip() for item in text.split(",")]
+    counted = ",".join(f"{name}:{count}" if count > 1 else name for name, count in collections.Counter(names).items())
+    example = counted if "" not in names and len({*names}) < len(names) else "a,user@b:2"
+    return _hosts([([name], "--hosts", text) for name in names], f"write --hosts={example}")
 
 
 def _hosts(entries: Sequence[tuple[list[str], str, str]], remedy: str) -> list[Host]:

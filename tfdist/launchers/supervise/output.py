@@ -223,11 +223,7 @@ class LineReader:
       clock: returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        progress_every_secs: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, progress_every_secs: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._progress_every_secs = progress_every_secs
         self._clock = clock

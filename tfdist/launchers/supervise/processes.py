@@ -28,14 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tfdist.launchers.supervise.output import (
-    TRACEBACK,
-    Console,
-    LineReader,
-    TracebackFilter,
-    Tracebacks,
-    without_noise,
-)
+from tfdist.launchers.supervise.output import TRACEBACK, Console, LineReader, TracebackFilter, Tracebacks, without_noise
 
 # Runs a module of tfdist in a Python process that imports from the same places as this one. No TensorFlow import.
 #

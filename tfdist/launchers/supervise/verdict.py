@@ -81,10 +81,8 @@ class FirstFailure:
         first = self.failure
         is_late = first is not None and not _is_cause(new, first)
         self.failure = cause = first if first is not None and is_late else new
-        if cause.code == TRY_AGAIN_EXIT_CODE:
-            # Preempted tasks end one after the other, the one that saves last.
-            secs = math.inf if is_late else CAUSE_SECS
-        elif any(secs < cause.began_secs for secs in raised.values()):
+        # Preempted tasks end one after the other, the one that saves last.
+        if cause.code == TRY_AGAIN_EXIT_CODE or any(secs < cause.began_secs for secs in raised.values()):
             secs = math.inf if is_late else CAUSE_SECS
         else:
             secs = 0.0 if decides else LEAST_SECS
