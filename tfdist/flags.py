@@ -19,12 +19,14 @@ Importing this module defines no flags; `define_flags` does. All flags start wit
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
-import importlib
 import inspect
 import json
 import os
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +38,8 @@ from tfdist.policies.base import Policy
 
 _STRATEGIES = ("auto", "mirrored", "multi_worker", "parameter_server", "tpu")
 _MAX_TEXT = 10_000
+# Values of arguments in examples; 2 of others.
+_VALUES = {"spares": 1, "mean": 0.2, "secs": 0.1, "samples": [0.1, 0.2], "codec": '"auto"'}
 
 
 def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
@@ -54,9 +58,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_multi_string("tfdist_policies", [], policy_help, flag_values=flag_values)
     text("tfdist_cluster", None, 'addresses, such as \'{"worker": ["a:2222", "b:2222"]}\'; else TF_CONFIG')
     text("tfdist_task", None, "which task this is, such as worker:1; with --tfdist_cluster")
-    number(
-        "tfdist_num_workers", None, "workers of the cluster on this machine, if there is no other (2)", lower_bound=1
-    )
+    number("tfdist_num_workers", None, "workers of the cluster on this machine, without another (2)", lower_bound=1)
     number("tfdist_num_ps", None, "parameter servers of it (1)", lower_bound=1)
     text("tfdist_data_sharding", "shard", "parameter_server: shard or replicate")
     text("tfdist_transfer", "auto", "parameter_server: auto or plain")
@@ -132,60 +134,66 @@ def parse_policy(text: str, flag: str = "--tfdist_policies") -> Policy:
     Raises:
       ValueError: the text is invalid, or the policy refuses the arguments.
     """
-    homes = {name: home for name, home in tfdist.MODULE_OF.items() if home.startswith("tfdist.policies.")}
-    return build(text, flag, "policy", homes, "Warmup(epochs=1)")
+    known = {name: getattr(tfdist, name) for name, home in tfdist.MODULE_OF.items() if ".policies." in home}
+    return build(text, flag, "policy", known, "Warmup(epochs=1)")
 
 
-def build(text: str, flag: str, kind: str, known: Mapping[str, Callable[..., Any] | str], example: str) -> Any:
+def build(text: str, flag: str, kind: str, known: Mapping[str, Callable[..., Any]], example: str) -> Any:
     """Builds an object from text such as "Name(1, key=2)", or "Name"; see `parse_policy`.
 
     Args:
       text: the text.
       flag: name of the flag in messages.
       kind: kind of the object in messages.
-      known: what builds it, by name; or the module that has it.
+      known: what builds it, by name.
       example: a text that is valid.
     """
-    name, arguments, keywords = _parse_call(text, flag, kind, example)
+    try:
+        name, arguments, keywords = _parse_call(text)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        shown = text if len(text) <= _MAX_TEXT else f"{text[:100]}..."
+        named = [each for each in re.findall(r"(\w+)(\([^()]*)?", shown) if each[0] in known]
+        calls = [_example(*each, known, example) for each in named] or [example]
+        form = " ".join(f"{flag}={shlex.quote(each)}" for each in calls)
+        raise ValueError(f"{flag} is no {kind} with plain arguments; write it as {form}. Received: {shown!r}") from None
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(known))}."
         raise ValueError(f"{flag} names no {kind}; {hint} Received: {text!r}")
-    found = known[name]
-    builder = getattr(importlib.import_module(found), name) if isinstance(found, str) else found
-    signature = inspect.signature(builder)
+    signature = inspect.signature(known[name])
     try:
         signature.bind(*arguments, **keywords)
     except TypeError:
         taken = ", ".join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())
-        raise ValueError(f"{flag} must be {name}({taken}). Received: {text!r}") from None
+        form = f"write {flag}={shlex.quote(_example(name, '', known, example))}"
+        raise ValueError(f"{flag} must be {name}({taken}); {form}. Received: {text!r}") from None
     try:
-        return builder(*arguments, **keywords)
+        return known[name](*arguments, **keywords)
     except (TypeError, ValueError) as error:
         raise ValueError(" ".join(f"{flag}={text}: {error}".split())) from None
 
 
-def _parse_call(text: str, flag: str, kind: str, example: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Parses the text of `build` into the name, the arguments and the keyword arguments."""
-    try:
-        if len(text) > _MAX_TEXT:
-            raise ValueError("too long")
-        node = ast.parse(text.strip(), mode="eval").body
-        call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-        name = ast.unparse(call.func).removeprefix("tfdist.").removeprefix("policies.")
-        if not name.isidentifier():
-            raise ValueError("no name")
-        arguments = [ast.literal_eval(each) for each in call.args]
-        keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        if any(each.arg is None for each in call.keywords):
-            raise ValueError("**")
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        shown = text if len(text) <= _MAX_TEXT else f"{text[:100]}..."
-        form = f"write it as {flag}='{example}'" + ", and repeat the flag for each" * text.lstrip().startswith(
-            ("[", "(")
-        )
-        raise ValueError(f"{flag} is no {kind} with plain arguments; {form}. Received: {shown!r}") from None
-    return name, arguments, keywords
+def _example(name: str, arguments: str, known: Mapping[str, Callable[..., Any]], example: str) -> str:
+    """Returns a valid text for a name: with these arguments, such as "(spares=1", or else with all that it needs."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        if arguments and _parse_call(call := f"{name}{arguments})"):
+            return call
+    parameters = inspect.signature(known[name]).parameters.values()
+    needed = ", ".join(f"{each.name}={_VALUES.get(each.name, 2)}" for each in parameters if each.default is each.empty)
+    return example if example.startswith(f"{name}(") else f"{name}({needed})"
+
+
+def _parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Parses the text of `build` into the name, the arguments and the keyword arguments; raises several errors."""
+    if len(text) > _MAX_TEXT:
+        raise ValueError("too long")
+    node = ast.parse(text.strip(), mode="eval").body
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    name = ast.unparse(call.func).removeprefix("tfdist.").removeprefix("policies.")
+    if not name.isidentifier() or any(each.arg is None for each in call.keywords):
+        raise ValueError("no name, or **")
+    keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    return name, [ast.literal_eval(each) for each in call.args], keywords
 
 
 # Clusters.
@@ -217,9 +225,8 @@ def parse_cluster(text: str, task: str) -> Cluster:
         raise ClusterError(f"--tfdist_task is no task; write worker:1. Received: {task!r}")
     try:
         # Parsed as a TF_CONFIG, which also detects duplicate keys and other errors that JSON accepts.
-        return Cluster.from_tf_config(
-            f'{{"cluster": {text}, "task": {json.dumps({"type": job, "index": int(index)})}}}'
-        )
+        task = json.dumps({"type": job, "index": int(index)})
+        return Cluster.from_tf_config(f'{{"cluster": {text}, "task": {task}}}')
     except ClusterError as error:
         problem = str(error).removeprefix("TF_CONFIG: ")
         raise ClusterError(f"--tfdist_cluster, --tfdist_task: {problem}") from None

@@ -78,7 +78,7 @@ def test_scripts_are_profiled_or_say_why_not(tmp_path):
     assert lines == [
         "tfdist profile: no_fit.py ended without calling model.fit, so there was nothing to measure; no profile",
         "tfdist profile: raises.py raised ZeroDivisionError, see above, before all was measured; no profile",
-        "tfdist profile: exits.py ended with code 3 before it called model.fit; no profile",
+        "tfdist profile: exits.py ended with code 3 before model.fit; no profile",
         "tfdist profile: interrupted; no profile",
     ]
     assert "ZeroDivisionError: in the script" in done.stderr

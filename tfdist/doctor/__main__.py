@@ -140,12 +140,8 @@ class Finding:
         return f"{self.state:8}{self.text}"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist doctor`. See `command_line.run_command`; 1 if something is wrong, 0 also with warnings."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _run, takes="")
-
-
 def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
+    """Returns the exit code: 1 if something is wrong, 0 also with warnings."""
     for name in _OF_MEASURE if not values.measure else ():
         if values[name].present:
             raise LaunchError(f"--{name} is for --measure; give both. Received: --{name}={values[name].value}")
@@ -202,6 +198,9 @@ def define_flags(values: flags.FlagValues) -> None:
         "firewall_rules": (False, "print rules for nft that let only the job's hosts in"),
     }
     command_line.define(values, table)
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_run, takes="")
 
 
 def examine(timeout_secs: float, env: Mapping[str, str] = os.environ) -> list[Finding]:

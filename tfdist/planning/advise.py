@@ -42,12 +42,8 @@ _DEFAULT_WORKERS = (1, 2, 4, 8, 16, 64)
 _WIDTH = 100
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist advise`. See `command_line.run_command`; 1 if the replay of a run misses it, so it says nothing."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _run, takes="PROFILE or LOGDIR")
-
-
 def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
+    """Returns the exit code: 1 if the replay of a run misses it, so it says nothing."""
     path = pathlib.Path(rest[0])
     if values.json:
         _files.check_writable(values.json, "--json")
@@ -81,6 +77,9 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("any_cost", False, any_cost)
     switch("all", False, "show slow settings, too; --json has them always")
     text("json", None, "file for the rows and the recommendation, for programs")
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_run, takes="PROFILE or LOGDIR")
 
 
 def _workers(text: str) -> int:

@@ -271,7 +271,7 @@ def _steps(fit: Callable[..., Any], found: Sequence[Any], size: int, secs: float
         # One batch for ever: making it costs nothing.
         data = tf.data.Dataset.from_tensors(batch).repeat()
         try:
-            measuring.run(fit, {"x": data, "steps_per_epoch": _MOST_SAMPLES})
+            measuring.run(fit, {"x": data, "steps_per_epoch": _MOST_SAMPLES, "shuffle": False})
         except (tf.errors.ResourceExhaustedError, tf.errors.InvalidArgumentError, ValueError):
             # A batch too large for the device, or a model with a fixed batch size: the others say enough.
             if wanted == size:

@@ -128,9 +128,7 @@ def _run(argv: list[str], is_module: bool, secs: float, measured: list[Profile])
             except KeyboardInterrupt:
                 return _INTERRUPT
             except SystemExit as end:
-                return (
-                    "" if end.code in (None, 0) else f"{script} ended with code {end.code!r} before it called model.fit"
-                )
+                return "" if end.code in (None, 0) else f"{script} ended with code {end.code!r} before model.fit"
             except BaseException as error:
                 traceback.print_exception(error)
                 return f"{script} raised {type(error).__name__}, see above, before all was measured"

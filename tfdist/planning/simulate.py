@@ -41,6 +41,7 @@ _ONLY_FOR = {
 _CODECS = {"CodecModel": CodecModel}
 # Flags by the part of the configuration that they set: type and help. Values with a unit stay text.
 _Flags = dict[str, tuple[type, str]]
+_LEAST = {"servers": 0, "steps_per_epoch": 0, "seed": None}  # 1 of other integers.
 _CLUSTER: _Flags = {
     "workers": (int, "worker processes"),
     "servers": (int, "parameter servers"),
@@ -72,11 +73,6 @@ _RUN: _Flags = {
     ),
     "seed": (int, "seed of the random draws (0)"),
 }
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist simulate`. See `command_line.run_command`."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _run, takes="")
 
 
 def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
@@ -116,9 +112,12 @@ def _with_flags(text: str, values: flags.FlagValues) -> str:
     """Returns an error's text with flags for arguments of classes: --workers for ClusterModel(workers=...)."""
 
     def flag(found: re.Match[str]) -> str:
-        return f"--{found[1]}{found[2] or ''}" if found[1] in values else found[0]
+        return command_line.shell_flag(found[1], found[2].strip('".')) if found[1] in values else found[0]
 
-    return re.sub(r"\w+\((\w+)(?:=\.\.\.|(=\w+))\)", flag, text)
+    for short, name in engines.SHORT_NAMES.items():
+        text = text.replace(f"tfdist.{name}", f"--strategy={short}")
+    text = re.sub(r"tfdist\.(\w+)\((\w+)=\.\.\.\)", r"--policies='\1(\2=1)'", text)
+    return re.sub(r'(?:\w*Model\w*|simulate)\((\w+)=(\.\.\.|[\w.]+|"\w+"|\w+\([\w=.]+\))\)', flag, text)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -135,7 +134,11 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     text("codec", None, "cost of the codec of Compression, such as 'CodecModel(ratio=0.5)'")
     for name, (kind, meaning) in (_CLUSTER | _NETWORK | _MODEL | _RUN).items():
-        command_line.DEFINE[kind](name, None, meaning, flag_values=values)
+        least = {"lower_bound": _LEAST.get(name, 1)} if kind is int else {}
+        command_line.DEFINE[kind](name, None, meaning, flag_values=values, **least)
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_run, takes="")
 
 
 def _simulate(values: flags.FlagValues) -> Result:
@@ -144,7 +147,8 @@ def _simulate(values: flags.FlagValues) -> Result:
 
     cluster = given(_CLUSTER)
     if "compute" in cluster:
-        example = "lognormal(mean=0.2, s=1.0)"
+        is_secs = re.fullmatch(r"[\d.]+", cluster["compute"])
+        example = f"constant(secs={cluster['compute']})" if is_secs else "lognormal(mean=0.2, s=1.0)"
         cluster["compute"] = tfdist.flags.build(cluster["compute"], "--compute", "distribution", BUILDERS, example)
     tables = [_table(each) for each in values.sparse_table]
     codec = values.codec and tfdist.flags.build(values.codec, "--codec", "codec", _CODECS, "CodecModel(ratio=0.5)")

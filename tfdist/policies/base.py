@@ -95,9 +95,11 @@ class Policy:
         """Raises TypeError if the constructor of a user's class has not called that of its base, or hides a method."""
         if "_total" not in vars(self):
             raise TypeError(f"{type(self).__name__}.__init__ must begin with super().__init__(...)")
-        for name in vars(self) if self._is_users else ():
-            if inspect.isfunction(inspect.getattr_static(type(self), name, None)):
-                raise TypeError(f"{type(self).__name__}.{name} is a method, which an attribute hides; rename that one")
+        for name, value in vars(self).items() if self._is_users else ():
+            kind = "a method" if inspect.isfunction(inspect.getattr_static(type(self), name, None)) else ""
+            kind = kind or "of Aggregation" * (name == "durations" and not isinstance(value, collections.defaultdict))
+            if kind:
+                raise TypeError(f"{type(self).__name__}.{name} is {kind}, which an attribute hides; rename that one")
 
     def begin(self, total_num_replicas: int, strategy: str) -> None:
         """Binds this policy to a strategy. Called once, by the constructor of the strategy.

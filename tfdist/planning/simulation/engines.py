@@ -216,7 +216,8 @@ def check_simulable(strategy: str, cluster: ClusterModel) -> None:
     if strategy == MIRRORED and cluster.workers != 1:
         raise ValueError(
             f"{MIRRORED} trains on the devices of one worker; use ClusterModel(workers=1) and "
-            f"ClusterModel(devices_per_worker=...). Received: workers={cluster.workers}"
+            f"ClusterModel(devices_per_worker={cluster.workers * cluster.devices_per_worker}). "
+            f"Received: workers={cluster.workers}"
         )
     if strategy == PARAMETER_SERVER and not cluster.servers:
         raise ValueError(

@@ -120,7 +120,8 @@ def simulate_policy(
       RuntimeError: the policy lets no replica start, and no update is due.
     """
     if not isinstance(policy, Policy):
-        raise ValueError(f"simulate_policy takes one policy; simulate takes several. Received: policy={policy!r}")
+        remedy = f"write {policy.__name__}(...)" if isinstance(policy, type) else "simulate takes several"
+        raise ValueError(f"simulate_policy takes one policy; {remedy}. Received: policy={policy!r}")
     for name, count in (("num_updates", num_updates), ("total_num_replicas", total_num_replicas)):
         _checks.check_count("simulate_policy", name, count)
     if isinstance(policy, base.Aggregation):
@@ -176,10 +177,8 @@ class ComputingTimes:
     def __init__(self, cluster: ClusterModel, model: ModelProfile, engine: EngineModel, seed: int) -> None:
         mean = model.mean_step_secs
         if mean is None and cluster.compute is None:
-            raise ValueError(
-                "no step time is known; give ClusterModel(compute=...) a distribution, such as constant(secs=0.1), or "
-                "ModelProfile(step_secs=...) a time"
-            )
+            remedy = 'add ModelProfile(step_secs="100ms"), or ClusterModel(compute=constant(secs=0.1))'
+            raise ValueError(f"no step time is known; {remedy}. Received: neither")
         if mean is not None and cluster.compute is not None and not cluster.compute.mean:
             raise ValueError(
                 "ClusterModel(compute=...) must have a mean above 0 to be scaled to ModelProfile(step_secs=...). "
