@@ -153,7 +153,7 @@ def build(text: str, flag: str, kind: str, known: Mapping[str, Callable[..., Any
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         shown = text if len(text) <= _MAX_TEXT else f"{text[:100]}..."
         named = [each for each in re.findall(r"(\w+)(\([^()]*)?", shown) if each[0] in known]
-        calls = [_example(*each, known, example) for each in named] or [example]
+        calls = [_example(call, given, known, example) for call, given in named] or [example]
         form = " ".join(f"{flag}={shlex.quote(each)}" for each in calls)
         raise ValueError(f"{flag} is no {kind} with plain arguments; write it as {form}. Received: {shown!r}") from None
     if name not in known:
