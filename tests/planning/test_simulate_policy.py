@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -103,12 +104,9 @@ def test_own_policy_without_an_answer_is_named_in_one_line(name: str):
         _run(_own(**{name: property(method) if name == "replicas_to_aggregate" else method}))
 
 
-def _setting(name: str, value: object) -> Callable[[Any, int], None]:
-    def init(self: Any, spares: int) -> None:
-        tfdist.BackupWorkers.__init__(self, spares)
-        setattr(self, name, value)
-
-    return init
+def _init(self: Any, name: str, value: object, spares: int) -> None:
+    tfdist.BackupWorkers.__init__(self, spares)
+    setattr(self, name, value)
 
 
 class _Unmade(tfdist.BackupWorkers):
@@ -136,7 +134,8 @@ class _Unmade(tfdist.BackupWorkers):
         (lambda: _run(_own(replicas_to_aggregate=property(str))), "Own.replicas_to_aggregate must return the number"),
         (lambda: _run(_own(updated=lambda self, time: 3)), "Own.updated must return the Update that super().updated("),
         (lambda: _run(_own(accepts=lambda self, replica, secs: secs)), "Own.accepts must return True or False"),
-        (lambda: _run(_own(__init__=_init)), "Own.lost is a method, which an attribute hides; rename that one"),
+        (lambda: _run(_own(__init__=partialmethod(_init, "lost", 0))), "Own.lost is a method, which an attribute"),
+        (lambda: _run(_own(__init__=partialmethod(_init, "durations", {}))), "Own.durations is of Aggregation"),
     ],
 )
 def test_own_policy_that_could_not_work_is_one_line(make: Callable[[], object], words: str):
