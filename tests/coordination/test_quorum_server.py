@@ -143,6 +143,14 @@ def test_a_pass_ends_for_all_and_what_had_arrived_is_given_up():
         running.contribute(1, 0, number=2, examples=1)
         verdicts = running.verdicts(0, number=2)
         assert verdicts[0] is not None and (verdicts[0].contributors(), verdicts[0].count) == ((0, 1), 2)
+        # Passes within a pass end by themselves: those of a `fit` in a callback.
+        running.contribute(0, 1, number=4)
+        running.clients[1].want(4, 1)
+        running.clients[1].ended(4, 1)
+        assert running.verdicts(1, number=4) == [None, None]
+        for worker in range(2):
+            running.contribute(worker, 1, number=3)
+        assert None not in running.verdicts(1, number=3)
 
 
 def test_it_is_said_who_is_waited_for():

@@ -135,6 +135,14 @@ def test_those_that_are_lost_are_not_counted_on():
     assert changes[-1] == (8, "spares 2 -> 4 of 8 replicas: 4 gradients expected every 1 s instead of 6 every 5 s")
 
 
+def test_nothing_is_chosen_from_the_one_that_a_warmup_phase_has_left():
+    policy = _auto(2)
+    policy.limit(1)
+    _rounds(policy, 3, [1.0])
+    policy.lost(0, 4.0)
+    assert _changes(_rounds(policy, 16, [1.0, 1.0])) == []
+
+
 def test_a_clock_that_stands_still_changes_nothing():
     assert _changes(_rounds(_auto(4), 40, [0.0] * 4)) == []
 

@@ -137,8 +137,18 @@ def test_an_outer_optimizer_is_given_the_averaged_difference(cpus):
 # Who looks.
 
 
+def test_a_fit_within_a_callback_leaves_the_averages_of_the_outer_one(every_four):
+    model, other = (compiled(every_four, lambda: OPTIMIZERS.SGD(0.1)) for _ in range(2))
+    fit = lambda epoch, logs: [each.fit(X, Y, verbose=0) for each in (other, model)[epoch:]]  # noqa: E731
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat()
+    within = keras.callbacks.LambdaCallback(on_epoch_begin=fit)
+    model.fit(data, steps_per_epoch=STEPS, epochs=2, callbacks=[within], verbose=0)
+    assert_alike(model)
+
+
 @pytest.mark.slow
-def test_an_interrupted_fit_is_averaged_when_the_model_is_used_again(every_four):
+@pytest.mark.parametrize("use", ["evaluate", "train_on_batch"])
+def test_an_interrupted_fit_is_averaged_when_the_model_is_used_again(every_four, use: str):
     def interrupt(batch: int, logs: Any) -> None:
         raise KeyboardInterrupt
 
@@ -147,7 +157,7 @@ def test_an_interrupted_fit_is_averaged_when_the_model_is_used_again(every_four)
         model.fit(X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
     with pytest.raises(AssertionError):
         assert_alike(model)
-    model.evaluate(X, Y, verbose=0)
+    getattr(model, use)(X, Y)
     assert_alike(model)
 
 

@@ -69,7 +69,7 @@ class QuorumClient:
         self._closing = threading.Event()
         # Verdicts that `wait` has not returned yet, by step; the last pass over the data that has ended.
         self._updates: dict[int, Verdict] = {}
-        self._ended_pass = 0
+        self._ended = set[int]()
         self._status: Verdict | None = None
         # Time of the last change in the workers' status.
         self._moved_at = clock()
@@ -113,7 +113,7 @@ class QuorumClient:
     def is_decided(self, number: int, step: int) -> bool:
         """Returns True if the step's update was decided, or the pass has ended, so that a contribution is too late."""
         with self._changed:
-            return step in self._updates or self._ended_pass >= number
+            return step in self._updates or number in self._ended
 
     def wait(self, number: int, step: int, check: Callable[[], None] = lambda: None) -> Verdict | None:
         """Waits for the verdict on `step`.
@@ -138,7 +138,7 @@ class QuorumClient:
                 # An update that was decided before a worker was lost is made, by all surviving workers.
                 if step in self._updates:
                     return self._updates.pop(step)
-                if self._ended_pass >= number:
+                if number in self._ended:
                     return None
                 if isinstance(self._error, Exception):
                     # Once: its traceback keeps the data of the call alive.
@@ -273,7 +273,7 @@ class QuorumClient:
             if verdict.kind == Kind.UPDATE:
                 self._updates[verdict.step] = verdict
             elif verdict.kind == Kind.END:
-                self._ended_pass = verdict.count
+                self._ended.add(verdict.count)
             else:
                 self.lost = [name for name, mark in zip(self._names, verdict.marks, strict=True) if mark]
                 self._error = self._error or f"{', '.join(self.lost)} has ended, or can't be reached any more"

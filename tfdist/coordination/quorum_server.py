@@ -291,7 +291,7 @@ class QuorumServer:
         self._started: dict[int, int] = {}
         self._examples: dict[int, int] = {}
         self._opened_step = -1
-        self._ended_pass = 0
+        self._ended = set[int]()
         # The newest updates, for the chief's records.
         self._updates: collections.deque[Update] = collections.deque(maxlen=_KEPT_UPDATES)
         # Called with an error of the policy, which ends the server; the chief raises it.
@@ -396,7 +396,7 @@ class QuorumServer:
             return
         if report.step > step:
             raise ProtocolError(f"speaks of step {report.step}, and the job is at step {step}")
-        is_current = report.step == step and report.number > self._ended_pass
+        is_current = report.step == step and report.number not in self._ended
         if report.act in (Act.WANTED, Act.STARTED):
             self._wanted[worker] = report.step
             if is_current and step > self._opened_step:
@@ -442,7 +442,7 @@ class QuorumServer:
 
     def _end(self, number: int, now: float) -> None:
         """Ends the pass over the data for all workers, because the data of one worker have ended."""
-        self._ended_pass = number
+        self._ended.add(number)
         self._opened_step = -1
         for worker in self._all():
             # Contributions of this pass are dropped. A worker that still computes reports ARRIVED later.

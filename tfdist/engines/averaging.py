@@ -22,6 +22,7 @@ model trains now. A callback of its own, the first of each `fit`, stands where K
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import patching
-from tfdist.compat.keras import optimizers
+from tfdist.compat.keras import calls, optimizers
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import inputs
 from tfdist.engines import averaging_step
@@ -148,14 +149,18 @@ class AveragingEngine(Engine):
     # Between steps, in Keras' thread.
 
     def _attend(self, fit: Call) -> None:
-        self._model, callbacks = fit.model, fit.callbacks
+        callbacks = fit.callbacks
         if not any(isinstance(callback, _Settling) for callback in callbacks.callbacks):
+            if calls.is_within_fit(fit):
+                # The outer one goes on, also with the same iterator.
+                fit.after.append(functools.partial(setattr, self, "_model", self._model))
             settling = _Settling(self)
             settling.set_model(fit.model)
             settling.set_params(callbacks.params)
             # Before callbacks that look at the model. A list of its own: somebody may be going through the one that
             # there is.
             callbacks.callbacks = [settling, *callbacks.callbacks]
+        self._model = fit.model
 
     @property
     def is_synchronized(self) -> bool:
@@ -213,6 +218,7 @@ class _Settling(keras.callbacks.Callback):
     def __init__(self, engine: AveragingEngine) -> None:
         super().__init__()
         self._engine = engine
+        self._put: list[str] = []
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -223,6 +229,7 @@ class _Settling(keras.callbacks.Callback):
                 # Of this one model, or None.
                 patching.put(read, _AVERAGE, patching.get(model, name))
                 patching.put(model, name, read)
+                self._put.append(name)
 
     def _settling(self, reader: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
@@ -245,7 +252,7 @@ class _Settling(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Leaves the model as it was."""
         self._engine.finish()
-        for name in _READERS:
+        for name in self._put:
             found = patching.get(self.model, name)
             if hasattr(found, _AVERAGE):
                 patching.remove(self.model, name)

@@ -199,7 +199,7 @@ class RoundEngine(Engine):
         try:
             feed, parts = iterator.feed or iterator.decide(by_chief=False), None
             if isinstance(feed, ChiefFeed):
-                parts = parts_of_batch(feed.next_batch(), iterator, self._count)
+                parts = parts_of_batch(feed.next_batch(), iterator, self.num_parts) * (self._count // self.num_parts)
                 step.prepare_for_batches()
                 feed.redeem()
             feed.updates += 1
@@ -598,7 +598,7 @@ def _is_first_step(model: Any) -> bool:
     Call it outside of a graph. It reads variables, so call it only if the result matters.
     """
     return not any(
-        float(keras.ops.convert_to_numpy(variable)) for variable in model.metrics_variables if "count" in variable.path
+        keras.ops.convert_to_numpy(variable).any() for variable in model.metrics_variables if "count" in variable.path
     )
 
 

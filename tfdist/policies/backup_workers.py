@@ -168,6 +168,8 @@ class BackupWorkers(base.Aggregation):
         if self._asked != "auto":
             return
         self._updates_since_choice += 1
+        if len(self._lost) > min(self._spares, self._most):
+            return  # No update is possible without those, but for one of a warmup phase.
         durations = [self.durations[replica] for replica in self.alive()]
         if self._updates_since_choice < _EVERY_UPDATES or min(map(len, durations)) < _MIN_SAMPLES:
             return

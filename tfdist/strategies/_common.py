@@ -117,6 +117,10 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if call.model.distribute_strategy is self:
             models.leave_building_to_strategy(call.model)
             inputs.count_single_batch(self, call)
+            if call.kind.endswith("_on_batch") and calls.current() is None:
+                # What an interrupted `fit` has left.
+                self._averaging.synchronize() if self._averaging else None
+                self._warming.meet(is_ended=True) if self._warming else None
         # A model may be kept on one device on purpose, beside others: it is trained.
         distribution = getattr(self, "distribution", None)
         is_alive = distribution is not None and not distribution.is_closed
@@ -162,6 +166,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if any(isinstance(leaf, BatchHandle) for leaf in tf.nest.flatten((args, kwargs))):
             if not is_train or not isinstance(args[0], BatchHandle):
                 raise handles.refused(f"strategy.run({fn!r}, ...) with a batch")
+            if not step.model.built or models.has_unbuilt_metrics(step.model):
+                self._build_for(step, args[0].kind.element_spec)
             return tf.nest.map_structure(mark_reduced, args[0].engine.run(step, args[0]))
         if not step.is_bound or len(args) != 1 or kwargs:
             return self._run_function(step, args, kwargs, options)

@@ -184,6 +184,12 @@ def fit_of(model: keras.Model) -> Call | None:
     return next((call for call in reversed(calls) if call.kind == "fit" and call.model is model), None)
 
 
+def is_within_fit(call: Call) -> bool:
+    """True if an open call was made within a `fit`, by a callback."""
+    calls = _open.get(threading.get_ident(), [])
+    return any(each.kind == "fit" for each in calls[: calls.index(call)])
+
+
 def predicting_model() -> Any:
     """The model that predicts in this thread, within no other call; or None.
 
