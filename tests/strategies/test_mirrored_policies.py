@@ -113,6 +113,18 @@ def test_batch_that_no_train_step_takes_is_refused(strategy):
         tuple(batch)
 
 
+def test_a_batch_is_that_of_its_handle(strategy):
+    class Seeing(keras.Sequential):
+        def train_step(self, data):
+            return {**super().train_step(data), "seen": tf.reduce_max(data[0])}
+
+    models = [compiled(strategy, lambda: Seeing([keras.Input((1,)), keras.layers.Dense(1)])) for _ in range(2)]
+    data = tf.data.Dataset.from_tensor_slices((X[:, :1] * 0 + np.arange(len(X))[:, None] // 9, Y)).batch(9)
+    for number, batch in enumerate(strategy.experimental_distribute_dataset(data)):
+        for model in models if number else ():
+            assert float(strategy.run(model.train_step, args=(batch,))["seen"]) == number
+
+
 def test_a_decorated_step_follows_the_policy_and_a_function_is_refused(strategy):
     def decorated(method):
         @functools.wraps(method)

@@ -127,17 +127,18 @@ class ThreadedEngine(Engine):
         _, is_whole = handle.kind.form
         traced = ThreadedStep(strategy, step, handle.kind.element_spec, is_whole)
         traced.prepare(self._policy.replicas_to_aggregate)
-        return lambda iterator, handle: traced.rebuild(self._step(traced, handle.of))
+        return lambda iterator, handle: traced.rebuild(self._step(traced, handle))
 
     def close(self) -> None:
         """Ends the threads; may be called again."""
         self._end_threads()
 
-    def _step(self, step: ThreadedStep, iterator: ReplicaIterator) -> list[np.ndarray]:
-        """Makes one update from the iterator's next batch; returns the flat logs after it."""
+    def _step(self, step: ThreadedStep, handle: BatchHandle) -> list[np.ndarray]:
+        """Makes one update from a handle's batch; returns the flat logs after it."""
         self._start()
         shared = self._shared
-        batch = iterator.take()
+        iterator: ReplicaIterator = handle.of
+        batch = iterator.take(handle)
         with self._reporter.waiting("an update"):
             shared.job = _Job(step, batch)
             try:

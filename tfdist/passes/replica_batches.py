@@ -6,7 +6,6 @@ In a train step each replica takes its own part of the batch in its own thread.
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -160,8 +159,7 @@ class ReplicaIterator(handles.HandleIterator):
     def __init__(self, dataset: ReplicaDataset, source: Iterator[Any]) -> None:
         self._dataset = dataset
         self._source = source
-        self._waiting: collections.deque[Any] = collections.deque()
-        # The batch after those, or the error in place of it.
+        # The batch of the next handle, or the error in place of it.
         self._ahead: Any = None
 
     def next_handle(self) -> handles.BatchHandle | None:
@@ -174,8 +172,7 @@ class ReplicaIterator(handles.HandleIterator):
             return None
         if isinstance(batch, Exception):
             raise batch
-        self._waiting.append(batch)
-        return handles.BatchHandle(self._dataset.kind, self)
+        return handles.BatchHandle(self._dataset.kind, self, batch)
 
     def read_ahead(self) -> None:
         """Reads the batch for the next handle, if that was not done; `next` raises what goes wrong."""
@@ -186,9 +183,9 @@ class ReplicaIterator(handles.HandleIterator):
         except Exception as error:
             self._ahead = error
 
-    def take(self) -> WholeBatch | OwnParts:
-        """Takes the batch of the handle that was given first."""
-        return WholeBatch(self._waiting.popleft(), self._dataset.num_parts)
+    def take(self, handle: handles.BatchHandle) -> WholeBatch | OwnParts:
+        """Returns the batch of a handle."""
+        return WholeBatch(handle.batch, self._dataset.num_parts)
 
 
 class _OwnIterator(ReplicaIterator):
@@ -199,7 +196,6 @@ class _OwnIterator(ReplicaIterator):
         super().__init__(dataset, itertools.repeat(True, count) if count >= 0 else itertools.repeat(True))
         self._own = own
 
-    def take(self) -> WholeBatch | OwnParts:
-        """Takes the batch of the handle that was given first."""
-        self._waiting.popleft()
+    def take(self, handle: handles.BatchHandle) -> WholeBatch | OwnParts:
+        """Returns the parts that the replicas read next."""
         return OwnParts(self._own)
