@@ -350,7 +350,7 @@ def momentum_correction(momentum: float = 0.9, nesterov: bool = False) -> Gradie
 def _clip_factor(gradients: Sequence[Any], max_norm: float) -> tf.Tensor:
     # As in Keras, NaN if the norm is not finite.
     norm = global_norm(gradients)
-    return max_norm * tf.minimum(1.0 / norm, 1.0 / max_norm) + (norm - norm)
+    return tf.where(norm > max_norm, max_norm / norm, 1.0) + (norm - norm)
 
 
 def _folded(key: Any, number: Any) -> tf.Tensor:

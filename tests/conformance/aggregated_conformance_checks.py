@@ -14,8 +14,7 @@ class TestAggregated(Conformance):
     left_out = LOOPS | {TRANSFORMS[2], "first call, loop", "first call, seeds from outside"}
     # `TestBackupWorkers` on devices splits the step in the same way.
     repeats = True
-    # Here is what happens to parts on their way: rows,
-    # sums changed on the servers, no part at all, whose example is whose.
+    # What happens to parts on their way: rows, sums changed on the servers, no part at all, whose example is whose.
     quick = frozenset({TRANSFORMS[1], "no batches", "order of the data and of a part for validation"})
     # `test_overlapping_calls.py` has the calls that overlap; the others are about models.
     quick_tests = frozenset(

@@ -305,12 +305,7 @@ def _sequences(strategy: Any) -> list[Any]:
         model.compile("adam", keras.losses.MeanSquaredError("sum"), metrics=["mae"])
     x, y = SEQUENCES, Y[:9]
     fit = model.fit(x, y, batch_size=batch_size(4), epochs=2, shuffle=False, verbose=0, validation_data=(x[:5], y[:5]))
-    return [
-        fit.history,
-        model.evaluate(x[:1], y[:1], verbose=0),
-        model.predict(x[:1], verbose=0),
-        model.get_weights(),
-    ]
+    return [fit.history, model.evaluate(x[:1], y[:1], verbose=0), model.predict(x[:1], verbose=0), model.get_weights()]
 
 
 LENGTHS = [3, 1, 5, 2, 4, 1, 2, 5, 3]
@@ -411,6 +406,7 @@ for _step in (own_models.of_keras, own_models.of_both, own_models.average_by_ten
     _own(f"step {_step.__name__}", model=own_models.stepping(_step), data=(X[:_count], Y[:_count]))
 _own("step sum_by_batch", model=own_models.stepping(own_models.sum_by_batch))
 _own("step tracked by other names", model=own_models.Named)
+_own("step with optimizers in a list", model=own_models.Listed)
 _own("step decorated", model=own_models.Decorated, calls=["evaluate"])
 _own("step with slices", model=own_models.Slices)
 _own("step that assigns", model=own_models.stepping(own_models.by_hand))
@@ -525,6 +521,7 @@ _LOSSES = {
     "one number, fewer examples than replicas": (own_models.one_number, 1),
     "one per example": (own_models.one_per_example, 8),
     "one number of a class": (own_models.OneNumber(), 8),
+    "sum by its own call": (own_models.SumByCall(), 8),
 }
 for _name, (_loss, _size) in _LOSSES.items():
     _sgd(f"loss {_name}", loss=_loss, fit={"batch_size": _size}, calls=["evaluate"])

@@ -35,10 +35,7 @@ class TestMultiWorker(Workers):
     # The others are about the step, which is MirroredStrategy's, and about models, which are made in its scope.
     # `multi_worker_checks.py` has the callbacks that write.
     quick_tests = frozenset(
-        {
-            "test_exception_in_the_step_keeps_its_type",
-            "test_replicas_without_examples_leave_no_trace",
-        }
+        {"test_exception_in_the_step_keeps_its_type", "test_replicas_without_examples_leave_no_trace"}
     )
     # What comes from the data, and what goes to files and to other workers.
     quick = frozenset(

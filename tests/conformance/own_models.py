@@ -34,6 +34,30 @@ class Own(keras.Model):
         return loss
 
 
+class Listed(Own):
+    """Has an optimizer for each layer, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)]
+
+    def train_step(self, data):
+        x, y = data
+        weights = [self.first.trainable_variables, self.second.trainable_variables]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        for optimizer, gradients, of in zip(self.each, tape.gradient(loss, weights), weights, strict=True):
+            optimizer.apply(gradients, of)
+        return {"loss": loss}
+
+
+class SumByCall(keras.losses.Loss):
+    """A sum, which Keras does not know of."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return tf.reduce_sum((y_true - y_pred) ** 2) / 50
+
+
 class Direction(keras.layers.Layer):
     """Divides each example by its length: NaN for zeros. Fails on a batch of no examples."""
 

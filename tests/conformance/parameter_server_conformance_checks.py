@@ -23,7 +23,6 @@ _SYNCHRONOUS = {
         "gradients_clipped_after_their_sum",
         "metrics_and_evaluation_within_the_loop",
         "next_until_the_end",
-        "optimizers_made_outside_of_the_scope",
         "seed_generators_made_outside_of_the_scope",
         "two_optimizers_and_a_persistent_tape",
         "weights_set_within_the_loop",
@@ -36,6 +35,8 @@ class TestAsynchronous(Conformance):
     left_out = LOOPS - _SYNCHRONOUS | {
         *("first call, seeds from outside", "accumulation, clipnorm, ema", "loss scale, accumulation"),
         *("order of the data", "parts of two sizes"),
+        # Servers take no batch in a `tf.function`.
+        *("own functions", "own functions, step decorated", "first call, loop"),
     }
     # A step is that of one device here: these are about where its variables are, and how its results come back.
     # Suites on devices have the other numbers, and `TestAggregated` what happens to parts of a batch.

@@ -21,6 +21,7 @@ class TestMirrored(Conformance):
             *("sparse inputs, clipvalue", "class weights, validation_split, steps_per_epoch", "order of the data"),
             *("fewer examples than replicas", "metrics of one number, fewer examples than replicas"),
             *("loss one number, fewer examples than replicas", "step average_by_tensorflow"),
+            *("loss sum by its own call", "step with optimizers in a list"),
         }
     )
     # `multi_worker_checks.py` has callbacks, `test_overlapping_calls.py` calls that overlap.

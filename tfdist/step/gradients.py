@@ -502,9 +502,11 @@ class ErrorFeedback(Transforms):
         indices, number = indices_of(optimizer, variables), _KINDS.index(kind)
         # One state, also where another loop gives them in another order.
         order = sorted(range(len(indices)), key=lambda position: indices[position])
-        scale = loss_scale_of(optimizer) if is_scaled and kind == GRADIENTS else None
-        given = _in_unit([gradients[each] for each in order], 1, scale)
+        # What keeps nothing sends gradients with their scale, which is for the range of float16.
         of = [variables[each] for each in order]
+        keeps = self._state_of(number, self.list[number], optimizer, of).specs
+        scale = loss_scale_of(optimizer) if is_scaled and kind == GRADIENTS and keeps else None
+        given = _in_unit([gradients[each] for each in order], 1, scale)
         sums = self._applied(number, self.list[number], optimizer, given, of, transport, False, None)
         in_order = dict(zip(order, sums, strict=True))
         return [_back(in_order[index], 1, scale, each.dtype, None) for index, each in enumerate(gradients)]

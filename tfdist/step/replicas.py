@@ -472,7 +472,10 @@ class _Results:
         if formulas:
             results = [self.told.after(count) for count in formulas[0].counts]
             return formulas[0].value(results, [next(means) for _ in formulas[0].others])
-        return self.told.after(leaf) if self.told.has(leaf) else tf.cast(next(means), tf.convert_to_tensor(leaf).dtype)
+        if self.told.has(leaf):
+            return self.told.after(leaf)
+        mean, dtype = next(means), tf.convert_to_tensor(leaf).dtype
+        return tf.cast(tf.round(mean) if dtype.is_integer else mean, dtype)
 
     def _sum_up(self, last: _Update | None, dense: list[int], parts: list[Any]) -> tuple[list[Any], list[Any]]:
         """Sums the gradients of these indices, and other tensors; takes the times before and after."""
@@ -503,7 +506,7 @@ class _Results:
 
     def _weighted(self, replica: int, value: Any) -> tf.Tensor:
         value = tf.convert_to_tensor(value)
-        value = value if value.dtype.is_floating else tf.cast(value, tf.float32)
+        value = value if value.dtype.is_floating else tf.cast(value, tf.float64)
         if self.shares is None:
             return value / self.strategy.num_replicas_in_sync
         return tf.math.multiply_no_nan(value, self.shares.of_replica(replica, value.dtype))

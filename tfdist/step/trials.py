@@ -57,7 +57,9 @@ def sums_in(strategy: Any, step: Step, batch: Any, num_replicas: int) -> losses.
       ValueError: the step assigns to a weight what it computes from single examples of its own.
     """
     model = step.model
-    overridden = (rehearsal.is_overridden(model, name) for name in ("compute_loss", "compute_metrics"))
+    overridden = [rehearsal.is_overridden(model, name) for name in ("compute_loss", "compute_metrics")]
+    kinds = [type(loss) for loss in models.compiled_losses(model) if isinstance(loss, keras.losses.Loss)]
+    overridden += [kind.__call__ is not keras.losses.Loss.__call__ for kind in kinds]
     may_differ = step.is_bound and model.built and (not step.is_of_keras or any(overridden))
     if num_replicas == 1 or not may_differ:
         return losses.NO_SUMS

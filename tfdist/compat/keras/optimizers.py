@@ -56,8 +56,14 @@ _SUM = "_all_reduce_sum_gradients"
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """The optimizer given to `compile`, and those that a subclass keeps in attributes of its own, as GANs do."""
-    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    """The optimizer given to `compile`, and those that a subclass keeps in attributes of its own, as GANs do.
+
+    They may be in lists or dicts, or be those of models in it that are compiled, too.
+    """
+    found = [getattr(model, "optimizer", None)]
+    for value in vars(model).values():
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        found += [getattr(value, "optimizer", None)] if isinstance(value, keras.Model) else []
     unique = {id(value): value for value in found if isinstance(value, keras.optimizers.Optimizer)}
     for optimizer in list(unique.values()):
         for part in parts_of(optimizer)[1:]:
