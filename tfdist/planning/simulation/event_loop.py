@@ -14,6 +14,7 @@ under a synchronous policy, which concerns all of them.
 from __future__ import annotations
 
 import array
+import collections
 import dataclasses
 import heapq
 import math
@@ -119,6 +120,8 @@ class EventLoop:
         self._is_updating = False
         self._lost: set[int] = set()
         self._taking_part = total
+        # How many updates so many replicas took part in.
+        self.taking_part = collections.Counter[int]()
 
     def run(self, num_updates: int) -> None:
         """Runs until `num_updates` updates were made.
@@ -230,6 +233,7 @@ class EventLoop:
         policy = self._policy
         while policy.update_due and not self._is_updating and not (self._costs.needs_all and self._lost):
             taking_part = self._taking_part
+            self.taking_part[taking_part] += 1
             self._record(policy.updated(time), time)
             if self._is_synchronous:
                 self._try_refused()

@@ -312,11 +312,12 @@ def _links(loop: EventLoop, engine: EngineModel, costs: Costs, secs: float) -> d
     if engine.is_parameter_server:
         used = {"from the servers": costs.down, "to the servers": costs.up}
         return {name: _use(link, secs) for name, link in used.items() if link}
-    exchange = engine.exchange(engine.replicas)
-    if not exchange.bytes_per_replica:
+    if not engine.exchange(engine.replicas).bytes_per_replica:
         return {}
-    sent = exchange.bytes_per_replica * engine.replicas * len(loop.updates)
-    return {"between replicas": LinkUse(sent, min(1.0, exchange.secs * len(loop.updates) / secs) if secs else 0.0)}
+    each = [(engine.exchange(count), count * updates, updates) for count, updates in loop.taking_part.items()]
+    sent = sum(exchange.bytes_per_replica * messages for exchange, messages, _ in each)
+    busy = sum(exchange.secs * updates for exchange, _, updates in each)
+    return {"between replicas": LinkUse(sent, min(1.0, busy / secs) if secs else 0.0)}
 
 
 def _use(link: Link, secs: float) -> LinkUse:
