@@ -89,7 +89,7 @@ for flag in flags:
     if flag not in known:
         sys.exit(f"ERROR: (gcloud.compute.tpus.tpu-vm.{{words[3]}}) unrecognized arguments: {{flag}}")
 if words[3] == "create" and os.environ.get("NO_TPU"):
-    sys.exit("ERROR: There is no more capacity in the zone")
+    sys.exit(os.environ["NO_TPU"])
 for word in words:
     if word.startswith("--command="):
         sys.exit(subprocess.call(["sh", "-c", word.removeprefix("--command=")]))
@@ -131,10 +131,13 @@ def test_the_script_gets_its_arguments_and_the_tpu_is_deleted_whatever_happens(g
 
 
 @pytest.mark.processes
-def test_a_tpu_that_can_not_be_made_is_one_line(gcloud, monkeypatch):
-    monkeypatch.setenv("NO_TPU", "1")
-    with pytest.raises(requests.LaunchError, match="gcloud failed with exit code 1: ERROR: There is no more capacity"):
-        tpu.submit(tpu.plan(job()), LogSettings())
+@pytest.mark.parametrize(("reason", "is_ours"), [("There is no more capacity in the zone", 1), ("ALREADY_EXISTS", 0)])
+def test_a_tpu_that_can_not_be_made_is_one_line(gcloud, monkeypatch, reason: str, is_ours: int):
+    monkeypatch.setenv("NO_TPU", f"ERROR: {reason}")
+    with pytest.raises(requests.LaunchError, match=f"gcloud failed with exit code 1: ERROR: {reason}"):
+        tpu.submit(tpu.plan(job(delete=True)), LogSettings())
+    # One of that name may be another job's.
+    assert gcloud.read_text().count("delete") == is_ours
 
 
 def test_the_command_line(capsys):

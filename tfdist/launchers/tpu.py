@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -145,21 +146,34 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
       LaunchError: gcloud is not installed, or fails before the script.
     """
     tools.find_tool("gcloud", "install the Google Cloud CLI, or look at the commands with --dry_run")
-    # SIGTERM raises KeyboardInterrupt like Ctrl-C, so that the TPU is still deleted.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # These raise KeyboardInterrupt like Ctrl-C, so that the TPU is still deleted; nohup has SIGHUP ignored.
+    signals = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    before, after = {each: signal.signal(each, signal.default_int_handler) for each in signals}, request.after
     try:
         for command in request.before:
             _log.say(shlex.join(command))
-            tools.run_tool(command, timeout_secs=_CREATE_TIMEOUT_SECS)
+            try:
+                tools.run_tool(command, timeout_secs=_CREATE_TIMEOUT_SECS)
+            except tools.ToolError as error:
+                if "create" in command and re.search("already.exists", str(error), re.IGNORECASE):
+                    after = ()  # It is another job's.
+                raise
         task = TaskRequest("tpu", {}, request.script)
         return run_tasks(Request((task,), frozenset({"tpu"}), 10.0, request.restarts), logs)
     finally:
-        signal.signal(signal.SIGTERM, before)
-        for command in request.after:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        for command in after:
             _log.say(shlex.join(command))
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_CREATE_TIMEOUT_SECS, check=False)
-            if done.returncode:
-                _log.say(f"that failed, and the TPU may go on costing money: {shlex.join(command)}")
+            code: int | None = None
+            try:
+                # A second Ctrl-C ends this program, and not that one.
+                code = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, timeout=_CREATE_TIMEOUT_SECS, start_new_session=True
+                ).returncode
+            finally:
+                if code != 0:
+                    _log.say(f"that failed, and the TPU may go on costing money: {shlex.join(command)}")
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -11,6 +11,7 @@ import os
 import pathlib
 import sys
 import threading
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -50,8 +51,18 @@ class Attachment:
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
         self._marks = {task: done_mark(cluster, task) for task in servers}
         self._watched: tuple[keepalive.Keepalive, threading.Event] | None = None
-        # True if this program ends early and will be started again.
+        # True if this program ends early and will be started again, or with another exit code than 0.
         self.is_abandoned = False
+        self._exit = sys.exit
+
+    def note_exit(self) -> None:
+        """Notes from now on whether the program ends by `sys.exit` of a failure, which Python does not tell later."""
+
+        def noting(status: Any = None, /) -> NoReturn:
+            self.is_abandoned |= status not in (None, 0)
+            self._exit(status)
+
+        sys.exit = noting
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Returns the cluster as a resolver for the stock strategy."""
@@ -76,6 +87,7 @@ class Attachment:
     def close(self) -> None:
         """Ends an embedded cluster, and the threads of `watch`. May be called again."""
         _forks.not_at_exit(self.finish)
+        sys.exit = self._exit
         if self._watched is not None:
             watched, ended = self._watched
             watched.stop()
@@ -133,6 +145,7 @@ def attach(
         attachment.close()
         raise
     _forks.at_exit(attachment.finish)
+    attachment.note_exit()
     return attachment
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -96,6 +97,8 @@ class Attempt:
         # Reasons by unreachable host; hosts where tasks may still run.
         self._unreachable: dict[str, str] = {}
         self._orphaned: list[str] = []
+        # Of those the ends were looked at.
+        self._handled: set[Process] = set()
         self._notices = Notices()
         # When a job that no task has joined is reported, while it runs.
         self._look_secs: float | None = time.monotonic() + _JOIN_SECS
@@ -107,7 +110,12 @@ class Attempt:
 
     def _run(self) -> AttemptOutcome:
         try:
-            for name in self._tasks:
+            hosts = collections.Counter[str]()
+            for name, task in self._tasks.items():
+                hosts[task.host] += 1
+                # sshd drops logins at random where more than 10 wait (MaxStartups).
+                if task.host and hosts[task.host] % _LOGINS == 0:
+                    time.sleep(_LOGINS_SECS)
                 self._start(name)
         except OSError as error:
             self._say(f"a task could not be started: {error}")
@@ -142,6 +150,8 @@ class Attempt:
         """Waits until the result is decided: all deciding tasks have succeeded, or `_failed` is the first failure."""
         while self._undecided and self._pending and not self._received and not self._first.is_decided(time.monotonic()):
             ended = self._supervisor.wait_first_exit(self._wait_secs())
+            if ended is not None:
+                self._handled.add(ended)
             if ended is None:
                 self._start_due()
                 is_due = self._look_secs is not None and time.monotonic() >= self._look_secs
@@ -167,9 +177,7 @@ class Attempt:
         """Notes a failure, which may be the cause of the job's end, or a consequence of it."""
         self._pending.discard(ended.name)
         raised = self._supervisor.tracebacks.raised_secs
-        ended_before = {
-            name for name, each in self._latest.items() if each.returncode is not None and each is not ended
-        }
+        ended_before = {name for name, each in self._latest.items() if each in self._handled and each is not ended}
         self._first.ended(
             ended.name,
             ended.returncode,
@@ -558,6 +566,8 @@ class _RemainingWorkers:
 # Equals ssh's ConnectTimeout for starting a task.
 _ANSWER_SECS = 15.0
 _LOOK_SECS = 0.05
+# After so many logins to a host the next ones wait.
+_LOGINS, _LOGINS_SECS = 8, 1.0
 # Exit code of a guard that can't run its command.
 _NO_PROGRAM = 127
 
@@ -589,7 +599,8 @@ def _reasons(probes: Mapping[str, Sequence[str]], is_interrupted: Callable[[], b
         reasons = {process.name: f"it does not answer within {_ANSWER_SECS:g} s" for process in supervisor.running}
         supervisor.stop(signals=())
         for process in supervisor.processes:
-            # A command that can't be started says nothing of the host.
-            if process.name not in reasons and process.returncode not in (0, _NO_PROGRAM):
+            # A command that can't be started says nothing of the host, and one that refuses the login is there.
+            is_refused = any("Permission denied" in line for line in process.tail)
+            if process.name not in reasons and process.returncode not in (0, _NO_PROGRAM) and not is_refused:
                 reasons[process.name] = process.tail[-1][:200] if process.tail else f"exit code {process.returncode}"
     return {} if is_interrupted() else reasons
