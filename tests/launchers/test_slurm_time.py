@@ -13,15 +13,7 @@ from tfdist.launchers.slurm import launcher as slurm
     [
         *(("2", 120), ("0:30", 60), ("90:01", 91 * 60), ("1:02:03", 63 * 60), ("1-2", 26 * 3600)),
         *(("1-2:03", 26 * 3600 + 180), ("1-2:03:04", 26 * 3600 + 240), (" 5 ", 300)),
-        *(
-            ("UNLIMITED", None),
-            ("-1", None),
-            ("INFINITE", None),
-            ("0", None),
-            ("", None),
-            ("soon", None),
-            ("1:2:3:4", None),
-        ),
+        *((text, None) for text in ("UNLIMITED", "-1", "INFINITE", "0", "", "soon", "1:2:3:4")),
     ],
 )
 def test_time_limits_are_read_as_slurm_does(limit, secs):

@@ -207,13 +207,6 @@ def define_flags(values: flags.FlagValues) -> None:
     command_line.define(values, table)
 
 
-def pods_from_flags(values: flags.FlagValues, command: Sequence[str]) -> Pods:
-    """Returns the job that the command line describes; raises a LaunchError for an invalid flag."""
-    labels = _pairs("node_selector", values.node_selector, "LABEL=VALUE")
-    claims = _pairs("claim", values.claim, "NAME=DIRECTORY")
-    return shape.job_from_flags(Pods, values, command, node_selector=labels, claims=claims)
-
-
 def _pairs(flag: str, settings: Sequence[str], form: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for setting in settings:
@@ -226,7 +219,10 @@ def _pairs(flag: str, settings: Sequence[str], form: str) -> dict[str, str]:
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     patches = [patch for path in values.patch for patch in read_patches(path)]
-    request = plan(pods_from_flags(values, command), patches)
+    labels = _pairs("node_selector", values.node_selector, "LABEL=VALUE")
+    claims = _pairs("claim", values.claim, "NAME=DIRECTORY")
+    pods = shape.job_from_flags(Pods, values, command, node_selector=labels, claims=claims)
+    request = plan(pods, patches)
     return command_line.submit_or_show(values, request, lambda: submit(request))
 
 

@@ -70,43 +70,30 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def metadata(pods: Pods, name: str) -> dict[str, Any]:
-    """Returns name, namespace and labels of an object."""
+def _object(pods: Pods, version: str, kind: str, name: str = "", **content: Any) -> dict[str, Any]:
+    """Returns an object of a job, with the job's name by default."""
     namespace = {"namespace": pods.namespace} if pods.namespace else {}
-    return {"name": name, **namespace, "labels": pods.labels}
+    metadata = {"name": name or pods.name, **namespace, "labels": pods.labels}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
 
 def secret(pods: Pods, value: str) -> dict[str, Any]:
     """Returns the Secret with the job's secret."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata(pods, pods.name),
-        "type": "Opaque",
-        "stringData": {"job-secret": value},
-    }
+    return _object(pods, "v1", "Secret", type="Opaque", stringData={"job-secret": value})
 
 
 def service(pods: Pods) -> dict[str, Any]:
     """Returns the headless Service that names the pods, also before they are ready: they wait for each other."""
     ports = [{"name": "tasks", "port": pods.port}]
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(pods, pods.name),
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": pods.labels, "ports": ports},
-    }
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": pods.labels, "ports": ports}
+    return _object(pods, "v1", "Service", spec=spec)
 
 
 def network_policy(pods: Pods) -> dict[str, Any]:
     """Returns the NetworkPolicy that admits only the job's own pods: TensorFlow's servers authenticate no peer."""
     own = {"matchLabels": pods.labels}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(pods, pods.name),
-        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
-    }
+    spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
+    return _object(pods, "networking.k8s.io/v1", "NetworkPolicy", spec=spec)
 
 
 def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
@@ -124,8 +111,7 @@ def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
     limits |= {"ttlSecondsAfterFinished": _KEPT_SECS}
     spec = _job_spec(pods.roles[role], limits, rules, _template(pods, role, _wrapped(pods, role, host)))
     _show_counts(spec["template"], _JOB_COUNTS)
-    meta = metadata(pods, f"{pods.name}-{role}")
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}
+    return _object(pods, "batch/v1", "Job", f"{pods.name}-{role}", spec=spec)
 
 
 def jobset(pods: Pods) -> dict[str, Any]:
@@ -154,12 +140,7 @@ def jobset(pods: Pods) -> dict[str, Any]:
         "replicatedJobs": jobs,
         "ttlSecondsAfterFinished": _KEPT_SECS,
     }
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata(pods, pods.name),
-        "spec": spec,
-    }
+    return _object(pods, "jobset.x-k8s.io/v1alpha2", "JobSet", spec=spec)
 
 
 def _codes(values: list[int]) -> dict[str, Any]:

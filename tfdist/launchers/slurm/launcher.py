@@ -134,7 +134,9 @@ class SlurmJob(slurm_job.Limits, StepSettings, Job):
 
 def plan(job: SlurmJob) -> str:
     """Returns the batch script that `submit` would pass to sbatch."""
-    return "\n".join(["#!/bin/bash", *_directives(job), "", _body(job)])
+    blocks = [_block(job, component) for component in _components(job)]
+    directives = [line for number, block in enumerate(blocks) for line in (["#SBATCH hetjob"] * bool(number) + block)]
+    return "\n".join(["#!/bin/bash", *directives, "", _body(job)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +158,6 @@ def _components(job: SlurmJob) -> list[_Component]:
         _Component(computing_nodes, full, job.gpus_per_node),
         _Component(job.num_nodes - computing_nodes, ntasks - full, 0),
     ]
-
-
-def _directives(job: SlurmJob) -> list[str]:
-    blocks = [_block(job, component) for component in _components(job)]
-    return [line for number, block in enumerate(blocks) for line in (["#SBATCH hetjob"] * bool(number) + block)]
 
 
 def _block(job: SlurmJob, component: _Component) -> list[str]:

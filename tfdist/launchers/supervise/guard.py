@@ -95,9 +95,8 @@ def _start(command: list[str], prctl) -> int:
     if task == 0:
         _become(command, prctl, guard)
     os.close(sender)
-    os.read(
-        ready, 1
-    )  # End of file: the command runs (close-on-exec), so its process group exists and can be signalled.
+    # End of file: the command runs (close-on-exec), so its process group exists and can be signalled.
+    os.read(ready, 1)
     os.close(ready)
     return task
 

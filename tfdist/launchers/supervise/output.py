@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -209,7 +210,6 @@ class TaskLogs:
 _MAX_LINE = 1 << 16
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|\x1b")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\x9b]")
-_PREFIX_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 class LineReader:
@@ -287,41 +287,36 @@ class Console:
 
     Args:
       on_broken_pipe: called once when the output's reader has closed the pipe.
-      has_colours: False for output that a batch system writes to a file, though it gives tasks a terminal.
     """
 
-    def __init__(self, on_broken_pipe: Callable[[], None] | None = None, has_colours: bool = True) -> None:
+    def __init__(self, on_broken_pipe: Callable[[], None] | None = None) -> None:
         self._lock = threading.Lock()
-        self._on_broken_pipe, self._has_colours = on_broken_pipe, has_colours
+        self._on_broken_pipe = on_broken_pipe
         self.broken = False
 
-    def write(self, prefix: str, lines: Iterable[str], error: bool = False, number: int | None = None) -> None:
-        """Writes lines with a prefix such as "[worker:1] ", on a terminal in the colour of task `number`.
-
-        The user may have disabled colours (https://no-color.org).
-        """
-        stream = sys.stderr if error else sys.stdout
-        is_plain = not self._has_colours or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        if number is not None and stream and stream.isatty() and not is_plain:
-            prefix = f"\x1b[{_PREFIX_COLOURS[number % len(_PREFIX_COLOURS)]}m{prefix}\x1b[0m"
-        text = "".join(f"{prefix}{line}\n" for line in lines)
-        if text:
+    def write(self, prefix: str, lines: Iterable[str], error: bool = False) -> None:
+        """Writes lines with a prefix such as "[worker:1] "."""
+        if text := "".join(f"{prefix}{line}\n" for line in lines):
             self._write(text, error)
 
     def say(self, lines: Iterable[str]) -> None:
         """Logs lines of the launcher's own."""
-        _log.say(*lines, write=self._write)
+        _log.say(*lines, write=functools.partial(self._write, wait_secs=1.0))
 
-    def _write(self, text: str, error: bool = True) -> None:
+    def _write(self, text: str, error: bool = True, wait_secs: float = -1.0) -> None:
+        # Of the launcher's own lines none is waited for: who reads the tasks' output may have stopped for good.
+        if not self._lock.acquire(timeout=wait_secs):
+            return
         try:
-            with self._lock:
-                _write_fully(sys.stderr if error else sys.stdout, text)
+            _write_fully(sys.stderr if error else sys.stdout, text)
         except BrokenPipeError:
             if not self.broken and self._on_broken_pipe:
                 self._on_broken_pipe()
             self.broken = True
         except (OSError, ValueError):
             pass  # The terminal was closed, or the disk is full. Training continues without the output.
+        finally:
+            self._lock.release()
 
 
 def _write_fully(stream: Any, text: str) -> None:

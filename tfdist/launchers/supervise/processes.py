@@ -200,7 +200,7 @@ class Process:
                 selector.register(source, selectors.EVENT_READ, error)
             deadline = None
             while selector.get_map() and (deadline is None or time.monotonic() < deadline):
-                is_busy = deadline is not None or self._printer.is_holding
+                is_busy = deadline is not None or self._printer.tracebacks.held
                 for key, _ in selector.select(0.1 if is_busy else None):
                     data = _read(key.fd)
                     if data:
@@ -391,12 +391,11 @@ class Supervisor:
         Raises:
           OSError: the system refuses to start a process.
         """
-        same = [number for number, process in enumerate(self._processes) if process.name == name]
-        number = same[0] if same else len(self._processes)
+        restart = sum(process.name == name for process in self._processes)
         is_muted = self._shown is not None and name not in self._shown
-        printer = _Printer(self._console, self._on_lines, TracebackFilter(self.tracebacks, name), number, env)
+        printer = _Printer(self._console, self._on_lines, TracebackFilter(self.tracebacks, name), env)
         guard = self._start(name, tuple(command), env)
-        process = Process(name, command, guard, printer, self._exits.put, len(same), is_muted)
+        process = Process(name, command, guard, printer, self._exits.put, restart, is_muted)
         self._processes.append(process)
         return process
 
@@ -468,30 +467,23 @@ class _Printer:
         console: Console | None,
         on_lines: Callable[[Process, list[str], bool], None] | None,
         tracebacks: TracebackFilter,
-        number: int,
         env: Mapping[str, str] | None,
     ) -> None:
         self._console = console
         self._on_lines = on_lines
-        self._tracebacks = tracebacks
-        self._number = number
+        self.tracebacks = tracebacks
         self._env = env
-
-    @property
-    def is_holding(self) -> bool:
-        """True while a traceback is held, so that `tick` has to be called."""
-        return bool(self._tracebacks.held)
 
     def show(self, process: Process, lines: list[str], error: bool) -> None:
         """Takes lines of a task's output."""
         if self._on_lines:
             self._on_lines(process, lines, error)
         lines = without_noise(lines, self._env)
-        self._write(process, self._tracebacks.feed(lines) if error else lines, error)
+        self._write(process, self.tracebacks.feed(lines) if error else lines, error)
 
     def tick(self, process: Process, is_end: bool = False) -> None:
         """Prints a traceback that is complete, behind the last state of the task's progress bar."""
-        lines = self._tracebacks.flush() if is_end else self._tracebacks.due()
+        lines = self.tracebacks.flush() if is_end else self.tracebacks.due()
         self._write(process, lines, True)
 
     def _write(self, process: Process, lines: Sequence[str], error: bool) -> None:
@@ -499,5 +491,5 @@ class _Printer:
             return
         prefix = f"[{process.name}] "
         if error and TRACEBACK in lines:
-            self._console.write(prefix, process.progress(), False, self._number)
-        self._console.write(prefix, lines, error, self._number)
+            self._console.write(prefix, process.progress())
+        self._console.write(prefix, lines, error)

@@ -65,7 +65,7 @@ def run_wrapped(
     Returns:
       The exit code; 128+N if signal N ended the command.
     """
-    console = Console(has_colours=False) if name else None
+    console = Console() if name else None
     on_lines = logs.write if logs else None if name else write_lines
     with (
         contextlib.closing(Notices()) as notices,
