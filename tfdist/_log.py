@@ -31,18 +31,15 @@ def say(*lines: str, write: Callable[[str], object] | None = None) -> None:
             _logger.warning("%s", line, stacklevel=2)
     elif _logger.isEnabledFor(logging.WARNING):
         # One write: lines of several processes and threads mix otherwise.
-        text = "".join(f"{_prefixed(line)}\n" for line in lines if _logger.filter(_record(line)))
+        shown = [line for line in lines if _logger.filter(_record(line))]
+        # Lines of the rendezvous begin with the task instead: "tfdist worker:1: waiting for ...".
+        text = "".join(f"{'' if _OF_TASK.match(line) else PREFIX}{line}\n" for line in shown)
         if text:
             (write or _write)(text)
 
 
 def _record(line: str) -> logging.LogRecord:
     return _logger.makeRecord(_logger.name, logging.WARNING, __file__, 0, "%s", (line,), None)
-
-
-def _prefixed(line: str) -> str:
-    # Lines of the rendezvous begin with the task instead: "tfdist worker:1: waiting for ...".
-    return line if _OF_TASK.match(line) else f"{PREFIX}{line}"
 
 
 def _write(text: str) -> None:

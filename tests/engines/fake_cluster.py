@@ -299,16 +299,8 @@ def running_engine(
     is missing is a test that hangs.
     """
     cluster = FakeCluster(num_workers)
-    names = (
-        "scheduling",
-        "after_each",
-        "create_on_workers",
-        "current_worker",
-        "this_worker",
-        "lost_workers",
-        "has_failed",
-        "raise_failure",
-    )
+    names = ("scheduling", "after_each", "create_on_workers", "current_worker")
+    names += ("this_worker", "lost_workers", "has_failed", "raise_failure")
     with contextlib.ExitStack() as stack:
         fakes = {name: getattr(cluster, name) for name in names} | {"clear_error": lambda: None, "thread": _here}
         for name, fake in fakes.items():

@@ -48,15 +48,8 @@ def test_engine_has_the_members_of_the_protocol(engine: type):
 
 
 def test_every_engine_is_found():
-    assert {each.__name__ for each in _engines()} == {
-        "RoundEngine",
-        "StreamEngine",
-        "AveragingEngine",
-        "AsynchronousEngine",
-        "QuorumEngine",
-        "ThreadedEngine",
-        "WarmupEngine",
-    }
+    kinds = ("Round", "Stream", "Averaging", "Asynchronous", "Quorum", "Threaded", "Warmup")
+    assert {each.__name__ for each in _engines()} == {f"{kind}Engine" for kind in kinds}
 
 
 def _names_of_threads() -> set[str]:

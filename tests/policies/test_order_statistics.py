@@ -56,10 +56,7 @@ def test_quantiles_of_a_law_give_its_order_statistics(law: str, published: tuple
 @pytest.mark.parametrize(
     ("law", "shift", "best"),
     [
-        ("exponential", 1.0, 31),
-        ("exponential", 5.0, 12),
-        ("exponential", 10.0, 7),
-        ("exponential", 20.0, 4),
+        *(("exponential", shift, best) for shift, best in ((1.0, 31), (5.0, 12), (10.0, 7), (20.0, 4))),
         ("lognormal s=.1", 0.0, 4),
         ("lognormal s=.25", 0.0, 13),
         ("lognormal s=.5", 0.0, 30),

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -68,8 +68,8 @@ class Threshold(gathered.GatheredCodec):
     number: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        is_valid = self.tau == "adaptive" if isinstance(self.tau, str) else _is_magnitude(self.tau)
-        if not is_valid:
+        is_number = _checks.is_number(self.tau) and gathered.SMALLEST <= self.tau <= gathered.LARGEST
+        if not is_number and not (isinstance(self.tau, str) and self.tau == "adaptive"):
             raise ValueError(
                 "Threshold(tau=...) must be a positive number in the range of float32, in units of the gradient, or "
                 f'"adaptive". Received: tau={self.tau!r}'
@@ -163,15 +163,8 @@ class Threshold(gathered.GatheredCodec):
         return min(max(tau, gathered.SMALLEST), gathered.LARGEST)
 
 
-def _is_magnitude(value: Any) -> bool:
-    return _checks.is_number(value) and gathered.SMALLEST <= value <= gathered.LARGEST
-
-
 def _add_all(
-    kept: Sequence[np.ndarray],
-    gradients: Sequence[np.ndarray],
-    bound: float,
-    entries: np.ndarray,
+    kept: Sequence[np.ndarray], gradients: Sequence[np.ndarray], bound: float, entries: np.ndarray
 ) -> tuple[list[np.ndarray], int] | None:
     """Adds gradients to residuals, in new arrays, and finds the entries; returns None if a sum is not finite."""
     sums, first, count = [], 0, 0

@@ -363,12 +363,8 @@ def own_port(cluster: Cluster) -> list[Finding]:
             # Only a warning: behind NAT this is normal, because TensorFlow listens on all interfaces.
             text = f"{host}, the address of {cluster.task}, is none of this machine; is this the right task?"
             return [Finding(WARNING, text)]
-        return [
-            Finding(
-                WRONG,
-                f"port {port} of {cluster.task} can't be listened on ({error}); end what holds it, or use another",
-            )
-        ]
+        text = f"port {port} of {cluster.task} can't be listened on ({error}); end what holds it, or use another"
+        return [Finding(WRONG, text)]
     return [Finding(OK, f"port {port} is free")]
 
 

@@ -44,17 +44,13 @@ def replacing_strategies() -> Iterator[None]:
 def _one_device(name: str, mirrored: Any) -> type:
     class OneDevice:
         def __new__(cls, *args: Any, policies: Any = (), **kwargs: Any) -> Any:
+            import tensorflow as tf
+
             composition.check_policies(policies, name)
-            return mirrored([_first_device()])
+            return mirrored(["GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"])
 
     OneDevice.__name__ = OneDevice.__qualname__ = name
     return OneDevice
-
-
-def _first_device() -> str:
-    import tensorflow as tf
-
-    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
 def environment() -> contextlib.AbstractContextManager:

@@ -93,10 +93,7 @@ class Distribution:
         self.usage = lambda: {self.task: self.own_usage()}
 
     def take(
-        self,
-        policies: Sequence[Policy],
-        *engines: Engine | None,
-        of_workers: Mapping[str, WorkerState] | None = None,
+        self, policies: Sequence[Policy], *engines: Engine | None, of_workers: Mapping[str, WorkerState] | None = None
     ) -> None:
         """Takes the policies of the strategy, and its engines; None is an engine that the strategy does not need.
 

@@ -237,16 +237,8 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Adds what another one has counted."""
-        for name in (
-            "updates",
-            "examples",
-            "counts",
-            "wait_secs",
-            "spread_secs",
-            "held_secs",
-            "delay_secs",
-            "cost_secs",
-        ):
+        numbers = "updates", "examples", "counts", "wait_secs", "spread_secs", "held_secs", "delay_secs", "cost_secs"
+        for name in numbers:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.staleness.update(other.staleness)
         self.reduce.merge(other.reduce)

@@ -52,7 +52,8 @@ def gather(stock: Callable[[Any], Any], local: Callable[[Any], tuple[Any, ...]],
     if dtype == tf.string:
         longest = each(lambda strings: tf.reduce_max(tf.strings.length(strings), keepdims=True), each(_flat, value))
         width = tf.maximum(tf.reduce_max(stock(longest)), 1)
-        return _strings(stock(each(lambda strings: _bytes(strings, width), value)))
+        codes = stock(each(lambda strings: _bytes(strings, width), value))
+        return tf.strings.reduce_join(tf.gather([b"", *(bytes([code]) for code in range(256))], codes), -1)
     if dtype in _BITS:
         return tf.bitcast(stock(each(lambda tensor: tf.bitcast(tensor, _BITS[dtype]), value)), dtype)
     other = tf.float32 if dtype.is_floating else tf.int32
@@ -68,7 +69,3 @@ def _bytes(strings: tf.Tensor, width: tf.Tensor) -> tf.Tensor:
     """Returns int32 codes with one axis more: bytes plus 1, and 0 behind the end."""
     codes = tf.cast(tf.io.decode_raw(strings, tf.uint8, fixed_length=width), tf.int32)
     return tf.where(tf.range(width) < tf.strings.length(strings)[..., None], codes + 1, 0)
-
-
-def _strings(codes: tf.Tensor) -> tf.Tensor:
-    return tf.strings.reduce_join(tf.gather([b"", *(bytes([code]) for code in range(256))], codes), -1)

@@ -390,7 +390,9 @@ def start(
         # The processes of the MPI job may have other numbers than the workers.
         sums = Mpi(module, world if server else world.Split(0, index), check, is_polite)
     if server is not None:
-        _remove_names_of_shared_memory()
+        # The library's shared memory, which all have opened; a killed process would leave its files.
+        for path in {line.split()[-1] for line in _maps() if re.search(r" /dev/shm/mpi", line)}:
+            pathlib.Path(path).unlink(missing_ok=True)
     # A launcher takes a process that ends without MPI_Finalize for a failure.
     _forks.at_exit(_leave, sums, module, farewell, check, server is None)
     return sums
@@ -414,12 +416,6 @@ def _leave(sums: Mpi, module: Any, communicator: Any, check: Callable[[], None],
             if now - checked > _START_CHECK_SECS:
                 checked = now
                 check()
-
-
-def _remove_names_of_shared_memory() -> None:
-    """Removes the files of the library's shared memory, which all have opened; a killed process would leave them."""
-    for path in {line.split()[-1] for line in _maps() if re.search(r" /dev/shm/mpi", line)}:
-        pathlib.Path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -124,11 +124,7 @@ class WorkerSums:
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def use(
-        self,
-        sum_array: SumArray,
-        gather_bytes: GatherBytes,
-        waiting: Waiting,
-        failed: Callable[[], Exception | None],
+        self, sum_array: SumArray, gather_bytes: GatherBytes, waiting: Waiting, failed: Callable[[], Exception | None]
     ) -> None:
         """Sums and gathers arrays by these functions from now on, in place of TensorFlow's collectives.
 

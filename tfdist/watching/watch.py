@@ -10,7 +10,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from absl import flags
 
 from tfdist.launchers import command_line
 from tfdist.launchers.requests import LaunchError
+from tfdist.launchers.supervise.processes import on_signals
 from tfdist.telemetry import report
 from tfdist.telemetry.update_log import EventKind, LogReader, Outcome, Timeline, run_directory
 
@@ -63,7 +64,7 @@ def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
             raise LaunchError(watched.missing)
         console.print(watched.draw(None))
         return 0
-    with _terminated_by_exception(), contextlib.suppress(BrokenPipeError):
+    with on_signals((signal.SIGTERM, signal.SIGHUP), _end), contextlib.suppress(BrokenPipeError):
         _follow(watched, console, values.refresh_secs)
     return 0
 
@@ -278,16 +279,6 @@ def duration(secs: float) -> str:
     return f"{secs:.{int(secs < 10)}f} s"
 
 
-@contextlib.contextmanager
-def _terminated_by_exception() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into an exception, so that the terminal is restored."""
-
-    def end(signum: int, _: object) -> None:
-        raise SystemExit(128 + signum)
-
-    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+def _end(signum: int) -> None:
+    """Turns a signal into an exception, so that the terminal is restored."""
+    raise SystemExit(128 + signum)

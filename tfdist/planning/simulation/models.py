@@ -63,8 +63,9 @@ def _number(value: object, name: str, units: dict[str, float], example: str, lea
     number, unit = value, ""
     if isinstance(value, str):
         match = _TEXT.fullmatch(value)
-        # A bandwidth without a unit may be meant in bits or bytes, and a time in us.
-        if match is None or (match[2] not in units if match[2] else units is not _BYTES and float(match[1])):
+        # A bandwidth without a unit may be meant in bits or bytes, and a time in us, if its name does not tell.
+        needs_unit = units is _RATES or (units is _SECS and "secs" not in name)
+        if match is None or (match[2] not in units if match[2] else needs_unit):
             raise ValueError(f"{name} has no known unit; write it like {example}. Received: {value!r}")
         number, unit = float(match[1]), match[2]
     if not _checks.is_number(number, is_finite=False):

@@ -67,13 +67,7 @@ def _advice(timeline: Timeline) -> dict[str, Any]:
         }
         for index, case in enumerate(found.cases)
     ]
-    return {
-        "state": "ready",
-        "text": found.text,
-        "cases": cases,
-        "measured": found.measured,
-        "updates": found.updates,
-    }
+    return {"state": "ready", "text": found.text, "cases": cases, "measured": found.measured, "updates": found.updates}
 
 
 class RecordedJob:
@@ -365,7 +359,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
         files = {f"/{path.name}": _file(path) for path in sorted(_STATIC.iterdir()) if path.suffix in _TYPES}
         return {
             **files,
-            "/jobs": self._route(self._list),
+            "/jobs": self._route(lambda request: jobs(*self._known().all(), self._logdir)),
             "/workers": self._route(lambda request: workers(self._job(request))),
             "/window": self._route(self._window),
             "/scalars": self._route(lambda request: series_of(self._job(request).timeline)),
@@ -401,9 +395,6 @@ class TfdistPlugin(base_plugin.TBPlugin):
         if job is None:
             raise BadRequestError("there is no such job; the log directory may have changed: reload the page")
         return job
-
-    def _list(self, request: wrappers.Request) -> dict[str, Any]:
-        return jobs(*self._known().all(), self._logdir)
 
     def _window(self, request: wrappers.Request) -> bytes:
         job = self._job(request)
