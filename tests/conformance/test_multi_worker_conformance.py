@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 import child_pytest
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(960)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1860)]
 
 WITHOUT_POLICY = frozenset({"", "TestMultiWorker"})
 
@@ -23,7 +23,7 @@ def outcomes(
     @functools.cache
     def of(owners: Collection[str]) -> child_pytest.Outcomes:
         shared = tmp_path_factory.mktemp("workers")
-        return child_pytest.run(request, "multi_worker_cluster", shared, 900, num_workers=2, owners=owners)
+        return child_pytest.run(request, "multi_worker_cluster", shared, 1800, num_workers=2, owners=owners)
 
     return lambda owner: of(WITHOUT_POLICY if owner in WITHOUT_POLICY else frozenset({owner}))
 
