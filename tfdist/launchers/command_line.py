@@ -230,7 +230,7 @@ def _check_script(values: flags.FlagValues, arguments: Sequence[str], rest: Sequ
         typed = before[max((index for index, each in enumerate(before) if each.startswith("-")), default=0) :]
         flag, _, value = _name_in(values, "=".join(typed))
         has_script = any(each == "-m" or each.endswith(".py") for each in rest)
-        if flag in values and words and has_script and (form := _joined(values[flag], value, words)):
+        if flag and flag in values and words and has_script and (form := _joined(values[flag], value, words)):
             kind = "no value after a blank" if values[flag].boolean else "a value without blanks"
             raise FlagError(f"--{flag} takes {kind}; write {form}. Received: {shlex.join([*typed, *words])}")
     if "--" not in before:

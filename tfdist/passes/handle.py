@@ -70,13 +70,13 @@ class BatchHandle(tf.distribute.DistributedValues):
     Args:
       kind: its type.
       of: the pass that it is of, which it keeps alive.
-      batch: what is behind it, where this process reads whole batches.
+      whole: the batch itself, where this process reads whole ones.
     """
 
-    def __init__(self, kind: HandleKind, of: Any, batch: Any = None) -> None:
+    def __init__(self, kind: HandleKind, of: Any, whole: Any = None) -> None:
         self.kind = kind
         self.of = of
-        self.batch = batch
+        self.whole = whole
 
     @property
     def engine(self) -> Any:

@@ -185,7 +185,7 @@ class ReplicaIterator(handles.HandleIterator):
 
     def take(self, handle: handles.BatchHandle) -> WholeBatch | OwnParts:
         """Returns the batch of a handle."""
-        return WholeBatch(handle.batch, self._dataset.num_parts)
+        return WholeBatch(handle.whole, self._dataset.num_parts)
 
 
 class _OwnIterator(ReplicaIterator):
