@@ -130,8 +130,9 @@ def _run(codec: str, steps_before: int, steps: int) -> dict[str, float]:
 
 
 def _train(codec: str, steps_before: int, steps: int) -> dict[str, float]:
+    import traffic
+
     import tfdist
-    from tfdist.coordination import usage
 
     policies: list[Any] = []
     if codec:
@@ -149,7 +150,7 @@ def _train(codec: str, steps_before: int, steps: int) -> dict[str, float]:
     data = models.dataset(size, replicas=strategy.num_replicas_in_sync)
 
     def counted() -> tuple[float, int, int]:
-        return time.perf_counter(), usage.by_this_process(), max(strategy.report().message_bytes.values())
+        return time.perf_counter(), traffic.sent_by_this_process(), max(strategy.report().message_bytes.values())
 
     class Measured(keras.callbacks.Callback):
         began = ended = (0.0, 0, 0)

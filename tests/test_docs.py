@@ -286,7 +286,7 @@ def test_chart_of_the_readme_shows_the_results() -> None:
 @pytest.mark.processes
 def test_launch_line_of_the_readme_runs_the_quick_start(quick_start: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "train.py").write_text(quick_start)
-    lines = [line for block in _blocks(ROOT / "README.md", "") for line in block.splitlines()]
+    lines = [line for block in _blocks(ROOT / "README.md", "shell") for line in block.splitlines()]
     (line,) = [line.partition("#")[0] for line in lines if line.startswith("tfdist launch local")]
     done = _run(["-m", "tfdist", *line.split()[1:]], tmp_path)
     _assert_trained(done)

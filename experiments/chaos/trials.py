@@ -110,7 +110,7 @@ def run(strategy: str, kind: str, setting: Mapping[str, Any], run_dir: pathlib.P
                     text = f"{time.time() - start:4.0f} s, {len(killer.kills)} kills, "
                     text += f"step {newest.number}" if newest else "starting"
                     print(f"{STRATEGIES[strategy]}, {kind}: {text}", flush=True)
-            code = launcher.poll()
+            code = launcher.returncode
     (run_dir / "kills.json").write_text(json.dumps([[secs - start, task] for secs, task in killer.kills]) + "\n")
     return summarize(strategy, run_dir, code, start, time.time() - start)
 
