@@ -52,7 +52,10 @@ def test_missing_resources_are_named_with_free_ones(wanted, free, words):
         ({"resources_per_worker": {"cpu": 2}}, "--resources_per_worker must be numbers by Ray's names, not all 0"),
         ({"address": "http://head:8265"}, "--address has a scheme in front of its host; use auto, HOST:6379 or ray"),
         ({"resources_per_worker": {"CPU": "2"}}, "--resources_per_worker must be numbers by Ray's names, not all 0"),
-        ({"runtime_env": [1]}, "--runtime_env is no JSON object; write it as --runtime_env='{\"NAME\": VALUE}'"),
+        (
+            {"runtime_env": [1]},
+            '--runtime_env is no JSON object; write it as --runtime_env=\'{"pip": ["scikit-learn"]}\'',
+        ),
         ({"strategy": "WIDE"}, "--strategy must be one of PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
         ({"gpus_per_worker": 1}, "unknown flag --gpus_per_worker; did you mean --resources_per_worker='{\"GPU\": 1}'"),
         ({"num_workers": 2, "min_workers": 3}, "--min_workers is out of range"),

@@ -60,7 +60,7 @@ class Piece:
       start: position of its first batch in the share.
       step: distance of its batches in the share.
       used: number of its batches that steps were made of.
-      is_left: True if its worker was lost, or has not begun.
+      is_left: True if it is the rest of a worker that was lost.
     """
 
     share: int
@@ -117,10 +117,7 @@ class Pieces:
 
     def wait_for_claims(self) -> None:
         """Lets any worker read a share that its worker has not claimed, because it takes no part yet."""
-        for piece in self.held.values():
-            # Its worker may come when another one reads it: who reads it first leaves a part to each.
-            piece.is_left = True
-            self._free.append(piece)
+        self._free += self.held.values()
         self.held.clear()
 
     def claim(self, worker: int) -> Piece | None:
