@@ -31,10 +31,10 @@ chaos: venv  ## train while a random task is killed every 10 s (about 10 minutes
 test: venv  ## run all tests but the slow ones (14 to 20 minutes of 2 cores); FLAGS=... adds pytest's flags
 	$(PYTEST) $(PARALLEL) $(REPORT) $(FLAGS)
 
-test-all: venv  ## the same and the slow ones (about an hour)
+test-all: venv  ## the same and the slow ones (over an hour)
 	$(PYTEST) $(PARALLEL) $(REPORT) -m "not repeated and not slurm and not real_ssh" $(FLAGS)
 
-test-conformance: venv  ## run each case of training under each strategy that promises it, for changes of the step (2 hours)
+test-conformance: venv  ## run each case of training under each strategy that promises it, for changes of the step (longer still)
 	$(PYTEST) $(PARALLEL) $(REPORT) -m "" tests/conformance tests/strategies/test_parameter_server.py \
 		tests/strategies/test_parameter_server_policies.py tests/strategies/test_server_parts.py $(FLAGS)
 

@@ -474,7 +474,7 @@ MOST_IN_COMPAT = 23
 MOST_LINES = 815
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 51_773, ("tfdist", "js"): 1_433, ("tests", "py"): 39_993}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 51_771, ("tfdist", "js"): 1_433, ("tests", "py"): 39_993}
 
 
 @functools.cache

@@ -55,14 +55,10 @@ class Attachment:
         self.is_abandoned = False
         self._exit = sys.exit
 
-    def note_exit(self) -> None:
-        """Notes from now on whether the program ends by `sys.exit` of a failure, which Python does not tell later."""
-
-        def noting(status: Any = None, /) -> NoReturn:
-            self.is_abandoned |= status not in (None, 0)
-            self._exit(status)
-
-        sys.exit = noting
+    def exit(self, status: Any = None, /) -> NoReturn:
+        """Takes the place of `sys.exit`: Python does not tell later that a program has ended so by a failure."""
+        self.is_abandoned |= status not in (None, 0)
+        self._exit(status)
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Returns the cluster as a resolver for the stock strategy."""
@@ -145,7 +141,7 @@ def attach(
         attachment.close()
         raise
     _forks.at_exit(attachment.finish)
-    attachment.note_exit()
+    sys.exit = attachment.exit
     return attachment
 
 

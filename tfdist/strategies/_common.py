@@ -119,8 +119,10 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             inputs.count_single_batch(self, call)
             if call.kind.endswith("_on_batch") and calls.current() is None:
                 # What an interrupted `fit` has left.
-                self._averaging.synchronize() if self._averaging else None
-                self._warming.meet(is_ended=True) if self._warming else None
+                if self._averaging:
+                    self._averaging.synchronize()
+                if self._warming:
+                    self._warming.meet(is_ended=True)
         # A model may be kept on one device on purpose, beside others: it is trained.
         distribution = getattr(self, "distribution", None)
         is_alive = distribution is not None and not distribution.is_closed

@@ -30,6 +30,8 @@ _NO_CONNECTION = 255
 _CONNECT_SECS = 20.0
 # More than a script needs to import TensorFlow on a busy machine, and to build its strategy.
 _JOIN_SECS = 120.0
+# After so many logins to a host the next ones wait.
+_LOGINS, _LOGINS_SECS = 8, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +152,15 @@ class Attempt:
         """Waits until the result is decided: all deciding tasks have succeeded, or `_failed` is the first failure."""
         while self._undecided and self._pending and not self._received and not self._first.is_decided(time.monotonic()):
             ended = self._supervisor.wait_first_exit(self._wait_secs())
-            if ended is not None:
-                self._handled.add(ended)
             if ended is None:
                 self._start_due()
                 is_due = self._look_secs is not None and time.monotonic() >= self._look_secs
                 if is_due and self._failed is None:
                     self._look_secs = None
                     self._look_for_a_cluster(_JOIN_SECS)
-            elif ended.returncode == 0:
+                continue
+            self._handled.add(ended)
+            if ended.returncode == 0:
                 self._notices.add(ENDED + ended.name)
                 self._pending.discard(ended.name)
                 self._undecided.discard(ended.name)
@@ -566,8 +568,6 @@ class _RemainingWorkers:
 # Equals ssh's ConnectTimeout for starting a task.
 _ANSWER_SECS = 15.0
 _LOOK_SECS = 0.05
-# After so many logins to a host the next ones wait.
-_LOGINS, _LOGINS_SECS = 8, 1.0
 # Exit code of a guard that can't run its command.
 _NO_PROGRAM = 127
 
