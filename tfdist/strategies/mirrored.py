@@ -156,7 +156,7 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         dealt = splitting.deal(dataset, range(replicas), replicas).prefetch(replicas)
         distributed = super().distribute_datasets_from_function(lambda context: dealt)
         inputs.assume_full_batches(distributed)
-        return inputs.explained_first_batch(distributed, splitting.explain)
+        return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None

@@ -398,8 +398,6 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             mapped = self._same_batches.watching(dataset, _is_for_predict(), has_quorum=self._quorum is not None)
         dealt = splitting.deal(dataset, parts, count, mapped).prefetch(len(parts))
         distributed = self._read_directly(super().distribute_datasets_from_function(lambda context: dealt, options))
-        explain = lambda error: splitting.explain(error) or _shared_datasets.explain(error)  # noqa: E731
-        distributed = inputs.explained_first_batch(distributed, explain)
         if is_known:  # All workers reach the end in the same step.
             inputs.assume_full_batches(distributed)
         if options is not None or not (self._quorum or self._averaging or self._warming or self._knows_sizes):

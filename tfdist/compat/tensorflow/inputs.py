@@ -332,45 +332,6 @@ def _text(value: Any) -> str:
     return value.numpy().decode() if hasattr(value, "numpy") else str(value)
 
 
-# Explains in one line why a batch of a distributed data set can't be read.
-#
-# TensorFlow wraps what a data set raises into lines about its own operations. In Keras' calls the strategy
-# explains it. Other loops read the first batch with an iterator of a class that the stock strategy chooses: no public
-# way gives them another.
-
-
-Explain = Callable[[tf.errors.InvalidArgumentError], Exception | None]
-
-
-def explained_first_batch(distributed: Any, explain: Explain) -> Any:
-    """The data set; it raises what `explain` makes of TensorFlow's error about the first batch, if anything."""
-    distributed.__class__ = _explaining(type(distributed))
-    distributed._tfdist_explain = explain
-    return distributed
-
-
-@functools.cache
-def _explaining(kind: Any) -> type:
-    def iterate(self: Any) -> Any:
-        iterator = kind.__iter__(self)
-        if tf.executing_eagerly():
-            patching.put_method(iterator, "get_next", _first_of, self._tfdist_explain)
-        return iterator
-
-    return type(kind.__name__, (kind,), {"__iter__": iterate, "__doc__": kind.__doc__})
-
-
-def _first_of(iterator: Any, explain: Explain, *args: Any, **kwargs: Any) -> Any:
-    patching.remove(iterator, "get_next")
-    try:
-        return iterator.get_next(*args, **kwargs)
-    except tf.errors.InvalidArgumentError as error:
-        explanation = explain(error)
-        if explanation is None:
-            raise
-    raise explanation
-
-
 # Lets `train_on_batch`, `test_on_batch` and `predict_on_batch` count each example of their batch once.
 #
 # Every replica computes the whole batch, and Keras concatenates predictions of all of them. Neither `Strategy.run` nor
