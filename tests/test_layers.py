@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import graphlib
+import importlib
 import pathlib
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Collection, Iterable, Iterator
 
 import private_names
@@ -289,6 +292,29 @@ def _importing(paths: Iterable[pathlib.Path], packages: Collection[str]) -> list
 def test_nothing_imports_experiments_launch_or_benchmarks():
     paths = [*MODULES, *(ROOT / "launch").rglob("*.py")]
     assert _importing(paths, ("experiments", "launch", "benchmarks", "tests")) == []
+
+
+def test_tools_use_names_that_tfdist_has():
+    paths = (path for folder in ("benchmarks", "experiments", "examples") for path in (ROOT / folder).rglob("*.py"))
+    for path in paths:
+        modules = {}
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tfdist":
+                for alias in node.names:
+                    found = _imported_value(f"{node.module}.{alias.name}")
+                    assert found is not None, f"{_name(path)}:{node.lineno}: {node.module} has no {alias.name}"
+                    modules[alias.asname or alias.name] = found
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = modules.get(node.value.id)
+                is_there = not isinstance(owner, types.ModuleType) or hasattr(owner, node.attr)
+                assert is_there, f"{_name(path)}:{node.lineno}: {node.value.id} has no {node.attr}"
+
+
+def _imported_value(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    return getattr(importlib.import_module(module), attribute, None)
 
 
 def test_light_modules_name_no_tensorflow():
