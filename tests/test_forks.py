@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 from typing import Any
 
@@ -57,3 +58,21 @@ def test_sigterm_to_a_fork_has_the_effect_of_python_handlers(handler: Any) -> No
     finally:
         process.kill()
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("end", "has_failed"),
+    [
+        ("sys.exit(3)", True),
+        ("sys.exit('text')", True),
+        ("raise ValueError", True),
+        ("sys.exit()", False),
+        ("threading.Thread(target=sys.exit, args=(3,)).start()", False),
+    ],
+)
+def test_exit_handler_is_told_whether_the_program_failed(end: str, has_failed: bool) -> None:
+    program = (
+        f"import sys, threading\nfrom tfdist import _forks\n_forks.at_exit(lambda: print(_forks.has_failed()))\n{end}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == f"{has_failed}\n"

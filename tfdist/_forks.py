@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps from forks of a process what is the process' own: exit handlers, sockets, handlers of signals.
+"""Exit handlers of a process; keeps from its forks what is its own: these handlers, sockets, handlers of signals.
 
 `multiprocessing` and `os.fork` copy them all. A copied exit handler says that a worker has ended which trains; a copied
 socket keeps the connections of a process that has died; a copied handler of SIGTERM, such as that of TensorFlow's
@@ -12,21 +12,37 @@ import atexit
 import os
 import signal
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 _at_exit: list[Callable[..., Any]] = []
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 # Signals that the forking thread had blocked before.
 _blocked = threading.local()
+_plain_exit, _has_exit_failed = sys.exit, False
 
 
 def at_exit(function: Callable[..., Any], *args: Any) -> None:
-    """`atexit.register`, for this process and for no fork of it."""
+    """`atexit.register`, for this process and for no fork of it; the function may ask `has_failed`."""
+    sys.exit = _exit
     _at_exit.append(function)
     atexit.register(function, *args)
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Takes the place of `sys.exit`, since at exit Python does not tell with which status it was called."""
+    global _has_exit_failed
+    # In another thread it ends that thread alone.
+    _has_exit_failed |= status not in (None, 0) and threading.current_thread() is threading.main_thread()
+    _plain_exit(status)
+
+
+def has_failed() -> bool:
+    """Returns True at the end of a program that has raised, or has called `sys.exit` with another status than 0."""
+    return _has_exit_failed or getattr(sys, "last_value", None) is not None
 
 
 def not_at_exit(function: Callable[..., Any]) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import sys
 import threading
-from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -51,14 +49,8 @@ class Attachment:
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
         self._marks = {task: done_mark(cluster, task) for task in servers}
         self._watched: tuple[keepalive.Keepalive, threading.Event] | None = None
-        # True if this program ends early and will be started again, or with another exit code than 0.
+        # True if this program ends early and will be started again.
         self.is_abandoned = False
-        self._exit = sys.exit
-
-    def exit(self, status: Any = None, /) -> NoReturn:
-        """Takes the place of `sys.exit`: Python does not tell later that a program has ended so by a failure."""
-        self.is_abandoned |= status not in (None, 0)
-        self._exit(status)
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Returns the cluster as a resolver for the stock strategy."""
@@ -83,7 +75,6 @@ class Attachment:
     def close(self) -> None:
         """Ends an embedded cluster, and the threads of `watch`. May be called again."""
         _forks.not_at_exit(self.finish)
-        sys.exit = self._exit
         if self._watched is not None:
             watched, ended = self._watched
             watched.stop()
@@ -95,7 +86,7 @@ class Attachment:
         """Notifies every server that the chief is done, unless the program failed. Called at exit."""
         if self.embedded is not None:
             self.embedded.end_watch()
-        if self.embedded is not None or self.is_abandoned or getattr(sys, "last_value", None) is not None:
+        if self.embedded is not None or self.is_abandoned or _forks.has_failed():
             return
         for task, mark in self._marks.items():
             device = tf.device(f"/job:{task.type}/task:{task.index}/device:CPU:0")
@@ -141,7 +132,6 @@ def attach(
         attachment.close()
         raise
     _forks.at_exit(attachment.finish)
-    sys.exit = attachment.exit
     return attachment
 
 

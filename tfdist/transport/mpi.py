@@ -400,7 +400,7 @@ def start(
 
 def _leave(sums: Mpi, module: Any, communicator: Any, check: Callable[[], None], finishes: bool) -> None:
     """Waits at the end of a process until the others are at theirs, unless something has failed."""
-    if sums.failure is not None or getattr(sys, "last_value", None) is not None:
+    if sums.failure is not None or _forks.has_failed():
         return
     if finishes:
         thread = threading.Thread(target=_library().MPI_Finalize, name="tfdist-mpi-end", daemon=True)
