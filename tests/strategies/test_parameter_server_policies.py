@@ -9,9 +9,9 @@ from __future__ import annotations
 import child_pytest
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(1560)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(3060)]
 
-outcomes = child_pytest.outcomes_of("aggregated_cluster", timeout_secs=1500)
+outcomes = child_pytest.outcomes_of("aggregated_cluster", timeout_secs=3000)
 
 
 @pytest.mark.parametrize("check", child_pytest.checks(child_pytest.files("aggregated")))

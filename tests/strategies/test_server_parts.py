@@ -9,9 +9,9 @@ from __future__ import annotations
 import child_pytest
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(960)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1860)]
 
-outcomes = child_pytest.outcomes_of("server_parts_cluster", timeout_secs=900)
+outcomes = child_pytest.outcomes_of("server_parts_cluster", timeout_secs=1800)
 
 
 @pytest.mark.parametrize("check", child_pytest.checks(child_pytest.files("server_parts")))
