@@ -103,6 +103,10 @@ def _launch(arguments: list[str]) -> int:
         return _print(_LAUNCH_USAGE + platforms, asked=bool(arguments))
     platform, *rest = arguments
     if platform not in PLATFORMS:
+        if platform.startswith("-") and (named := next(filter(PLATFORMS.__contains__, rest), "")):
+            rest.remove(named)
+            form = shlex.join(["tfdist", "launch", named, platform, *rest])
+            raise _UsageError(f"the platform comes first; write {form}. Received: {platform!r} before {named!r}")
         raise _unknown("platform", platform, PLATFORMS, "tfdist launch --help")
     return _call(LAUNCHERS[platform], rest, f"tfdist launch {platform}")
 

@@ -397,6 +397,8 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
     unknown, name = f"unknown flag {written}{where}", written.lstrip("-").replace("-", "_")
     if parts := re.fullmatch(r"([A-Za-z])(\d+)|(\w+) (.*)", name):  # -n2, or a line of a file without "=".
         name, value = filter(None, parts.groups())
+    elif "sbatch" in values and not value and (parts := re.fullmatch(r"-([ptAJDqCG])(\S+)", written)):  # -pgpu
+        name, value = parts.groups()
     if name == "n" and "namespace" in values and not value.isdecimal():
         return f"{unknown}; did you mean {shell_flag('namespace', value)}, or --num_workers?"
     is_launcher = "dry_run" in values
@@ -441,6 +443,14 @@ def _homes(name: str, value: str, is_launcher: bool, is_exact: bool) -> str:
         *others, last = exact
         return f"{', '.join(others)} and {last} have it" if others else f"{last} has it"
     return next((f"{command} has it{meant}" for command, meant in found.items()), "")
+
+
+def check_options(flag: str, options: Sequence[str]) -> None:
+    """Refuses options that a flag hands on to another tool, if one is written without its dashes."""
+    for option in options:
+        if not option.startswith("-"):
+            form = shell_flag(flag, f"--{option}")
+            raise LaunchError(f"--{flag} has no dashes before its option; write {form}. Received: {option!r}")
 
 
 def shell_flag(flag: str, value: str = "") -> str:

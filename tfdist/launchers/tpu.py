@@ -68,6 +68,7 @@ class TpuJob:
         for flag, example in (("accelerator_type", "v4-8"), ("zone", "us-central2-b")):
             if not getattr(self, flag):
                 raise LaunchError(f"--{flag} is missing; write it, such as --{flag}={example}. Received: nothing")
+        command_line.check_options("gcloud", self.gcloud)
         kind, _, number = self.accelerator_type.rpartition("-")
         if kind not in _SEVERAL or not number.isdecimal():
             if self.create:

@@ -37,7 +37,11 @@ it. tfdist has to be installed in the image.
   tfdist launch kubernetes --image=me/train:1 --num_workers=4 --gpus_per_worker=1 /app/train.py --epochs=5
 """
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?", re.ASCII)
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?", re.ASCII)
+# Of memory, plain numbers and "m" are bytes and thousandths of them: what is meant is Mi or Gi.
+_QUANTITIES = {
+    "cpu": (re.compile(r"[0-9]+(\.[0-9]+)?m?", re.ASCII), "4 or 500m"),
+    "memory": (re.compile(r"[0-9]{8,}|[0-9]+(\.[0-9]+)?[MGTPE]i?", re.ASCII), "16Gi or 512Mi"),
+}
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.ASCII)
 _LABEL = 63
 
@@ -165,10 +169,9 @@ def check_pods(pods: Pods) -> None:
     for claim, directory in pods.claims.items():
         if not directory.startswith("/"):
             raise LaunchError(f"--claim is mounted at an absolute path; write --claim={claim}=/{directory}")
-    for flag in ("cpu", "memory"):
-        value = getattr(pods, flag)
-        if value and not _QUANTITY.fullmatch(value):
-            raise LaunchError(f"--{flag} is no quantity; write 4, 500m or 16Gi. Received: {value!r}")
+    for flag, (pattern, form) in _QUANTITIES.items():
+        if (value := getattr(pods, flag)) and not pattern.fullmatch(value):
+            raise LaunchError(f"--{flag} is no quantity of it; write {form}. Received: {value!r}")
     for text in (*pods.command, *pods.env.values()):
         if "\0" in text or (not text.isascii() and text.encode("utf-8", "replace").decode() != text):
             raise LaunchError(f"an argument is not UTF-8 text, which is all Kubernetes takes. Received: {text!r}")
@@ -211,8 +214,8 @@ def _pairs(flag: str, settings: Sequence[str], form: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if not key or not value:
-            raise LaunchError(f"--{flag} is no pair; write {form}. Received: {setting!r}")
+        if not key or not value or "," in value:
+            raise LaunchError(f"--{flag} is one pair; write {form}, and the flag again for more. Received: {setting!r}")
         pairs[key] = value
     return pairs
 

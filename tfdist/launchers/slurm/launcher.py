@@ -104,11 +104,8 @@ class SlurmJob(slurm_job.Limits, StepSettings, Job):
             )
 
     def _check_texts(self) -> None:
-        for flag, given in (("sbatch", self.sbatch), ("srun", self.srun)):
-            for option in given:
-                if not option.startswith("-"):
-                    form = command_line.shell_flag(flag, f"--{option}")
-                    raise LaunchError(f"--{flag} has no dashes before its option; write {form}. Received: {option!r}")
+        command_line.check_options("sbatch", self.sbatch)
+        command_line.check_options("srun", self.srun)
         if taken := [option for option in self.sbatch if _IS_SHAPE.match(option)]:
             raise LaunchError(
                 "--sbatch can't change the tasks of a job, which is one cluster; use --num_workers and "
