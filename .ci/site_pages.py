@@ -43,6 +43,7 @@ API = {
         "Compression",
         "LazyRows",
     ),
+    "policy_records": tuple(f"policies.{name}" for name in ("Arrival", "Contribution", "Outcome", "Update", "Change")),
     "transforms": ("transforms.*",),
     "compression": ("compression.*",),
     "callbacks": ("callbacks.*", "schedules.*"),
@@ -55,6 +56,7 @@ API = {
 HIDDEN = ("policies",)
 TITLES = {
     "models": "Large models",
+    "policy_records": "Records for policies of your own",
     "update_log": "Update log",
     "callbacks": "Callbacks and schedules",
     "cluster": "Clusters",
@@ -105,7 +107,7 @@ def api_page(name: str) -> str:
     for entry in API[name]:
         module, _, star = entry.partition(".")
         if star:
-            listed = _listed(module)
+            listed = _listed(module) if star == "*" else [star]
             lines += [
                 f"::: tfdist.{module}",
                 "    options:",
