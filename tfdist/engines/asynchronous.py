@@ -178,7 +178,7 @@ class AsynchronousEngine(Engine):
         in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
         program = self.programs.find(step, args, kwargs, feed, in_parts)
         values = [handle.value() for handle in handles] if in_parts else []
-        parts = tf.nest.flatten(values, expand_composites=True)
+        parts = splitting.flat(values)
         return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
 
     def run_on_chief(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -82,6 +82,8 @@ class AveragingEngine(Engine):
         self._times = times
         self._sum_differences = sum_differences
         self._model: keras.Model | None = None
+        # The model of a `fit` that has raised, until its replicas are alike again.
+        self._interrupted: keras.Model | None = None
         self._counts: list[Count] = []
 
     # Called by the strategy.
@@ -154,6 +156,7 @@ class AveragingEngine(Engine):
             if calls.is_within_fit(fit):
                 # The outer one goes on, also with the same iterator.
                 fit.after.append(functools.partial(setattr, self, "_model", self._model))
+            fit.ends.append(lambda error: setattr(self, "_interrupted", fit.model))
             settling = _Settling(self)
             settling.set_model(fit.model)
             settling.set_params(callbacks.params)
@@ -170,10 +173,13 @@ class AveragingEngine(Engine):
 
     def synchronize(self) -> None:
         """Averages what was begun; nothing if nothing was. All workers call it at the same place."""
-        average = self._current()
+        average, is_interrupted = self._current(), self._model is self._interrupted
         if average is not None:
             with self._strategy.scope():
-                average.synchronize()
+                average.synchronize(is_interrupted)
+                if is_interrupted:
+                    average.finish()
+        self._interrupted = None if is_interrupted else self._interrupted
 
     def variables(self, model: keras.Model) -> list[Any]:
         """The Keras variables that the averages of this model depend on, besides its own and its optimizers'."""

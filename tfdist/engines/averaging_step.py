@@ -164,12 +164,19 @@ class Average:
         else:
             tf.cond(self.count.alone >= self._policy.every_steps, average, _nothing)
 
-    def synchronize(self) -> None:
+    def synchronize(self, is_interrupted: bool = False) -> None:
         """Averages if a step was made since the last average; outside of a graph.
 
         Parameters are summed as they are: somebody may have set them since the last average.
+
+        Args:
+          is_interrupted: True after a `fit` that has raised: the program may have set weights since, which an outer
+            optimizer would move.
         """
         if self.is_synchronized:
+            return
+        if is_interrupted:
+            tf.function(lambda: self._average(self._shown, as_they_are=True, with_outer=False), autograph=False)()
             return
         synchronize = self._synchronize = self._synchronize or tf.function(
             lambda: self._average(self._shown, as_they_are=True), autograph=False
@@ -193,7 +200,7 @@ class Average:
 
     # Traced code.
 
-    def _average(self, shown: Sequence[tf.Variable], as_they_are: bool = False) -> tf.Tensor:
+    def _average(self, shown: Sequence[tf.Variable], as_they_are: bool = False, with_outer: bool = True) -> tf.Tensor:
         """Makes the average; `shown` are the logs to renew."""
         averaged, count = self._state.averaged, len(self._state.parameters)
         logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if shown else []
@@ -207,7 +214,7 @@ class Average:
         sums += buckets.sum_in_buckets([*own[len(sums) :], *logs, *period.vector], self._sum_over_workers)
         period.end(sums[len(own) + len(logs) :], sums)
         means = [_divided(total, self._strategy.num_replicas_in_sync) for total in sums[: len(averaged)]]
-        if self._outer is not None:
+        if self._outer is not None and with_outer:
             means[:count] = self._outer.move(means[:count])
         for variable, mean in zip(averaged, means, strict=True):
             one_replica.assign_all(variable, mean)

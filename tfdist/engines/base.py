@@ -43,11 +43,11 @@ class Engine(SavedState, abc.ABC):
           What the step returns, for all replicas of all workers together.
         """
         check_eager("strategy.run")
-        make = self._of_loops.find(step, (handle.kind,), lambda: self.prepared(step, handle))
+        make = self._traces.find(step, (handle.kind,), lambda: self.prepared(step, handle))
         return make(handle.of, handle)
 
     @functools.cached_property
-    def _of_loops(self) -> Traces:
+    def _traces(self) -> Traces:
         return Traces(most_kept=1)
 
     def prepared(self, step: Step, handle: Any) -> Callable[[Any, Any], Any]:

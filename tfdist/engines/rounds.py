@@ -60,7 +60,7 @@ from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator
 from tfdist.policies.base import Aggregation, Update
 from tfdist.policies.warmup import Warmup
 from tfdist.step import gradients as gradient_transforms
-from tfdist.step import losses, one_replica, rehearsal, step_times, trials
+from tfdist.step import one_replica, rehearsal, step_times, trials
 from tfdist.step.contribution import ReplicaContribution, add_up, weigh
 from tfdist.step.logs import Packing
 from tfdist.step.split import SplitTrainStep
@@ -366,6 +366,8 @@ class RoundStep:
         self._transfer = transfer
         # Of the gradients that are sent; None to send them as they are.
         self._encoding = transfer.encoding
+        # The scale of losses may change before the gradients of asynchronous replicas are applied.
+        self._is_unscaled = self._encoding is not None or is_relative
         self._has_totals, self._marks_end = layout.has_totals, layout.marks_end
         self._spec = (element_spec, tf.TensorSpec([], tf.int64)) if layout.has_totals else element_spec
         self._transforms = gradient_transforms.transforms_of(strategy)
@@ -376,8 +378,7 @@ class RoundStep:
             can_take_maxima=True,
             transforms=self._transforms,
             arrives_at_update=True,
-            # Replicas that begin with different values have whole batches of their own.
-            sums=losses.NO_SUMS if is_relative else trials.sums_in(strategy, step, element_spec, total_num_replicas),
+            sums=trials.sums_in(strategy, step, element_spec, total_num_replicas),
         )
         self._is_weighted = is_weighted
         self._template: ReplicaContribution | None = None
@@ -499,7 +500,7 @@ class RoundStep:
         ):
             contribution = contribute(batch, batch_rows)
         self._transfer.place()
-        if self._encoding is not None:
+        if self._is_unscaled:
             with self._as_replica(worker):
                 gradients = encoding.unscaled(contribution.gradients, self._step.targets())
             contribution = contribution._replace(gradients=gradients)
@@ -549,7 +550,7 @@ class RoundStep:
         with self._as_replica(self._home):
             total = add_up(contributions, self._rows.devices)
             gradients = total.gradients
-            if self._encoding is not None:
+            if self._is_unscaled:
                 gradients = encoding.scaled(gradients, self._rows.targets, self._rows.devices)
             total = total._replace(gradients=self._rows.joined(gradients))
             with optimizers.patched_attributes(_scaling_alone(self._step.model)):
@@ -563,7 +564,7 @@ class RoundStep:
     ) -> ReplicaContribution:
         with self._as_replica(self._home):
             joined = contribution._replace(gradients=self._rows.joined(contribution.gradients))
-            found = self._step.arrived(joined, weight, staleness, count, is_scaled=self._encoding is None)
+            found = self._step.arrived(joined, weight, staleness, count, is_scaled=not self._is_unscaled)
             return contribution._replace(gradients=self._rows.split(found))
 
     def _as_replica(self, device: str) -> Any:
@@ -589,7 +590,7 @@ def parts_of_batch(batch: Sequence[tf.Tensor], iterator: WorkerIterator, num_par
     whole = tf.nest.pack_sequence_as(iterator.element_spec, batch, expand_composites=True)
     totals = [splitting.rows(whole)] if iterator.dataset.kind.form.has_totals else []
     parts = [splitting.cut(whole, part, num_parts) for part in range(num_parts)]
-    return [[*tf.nest.flatten(part, expand_composites=True), *totals] for part in parts]
+    return [[*splitting.flat(part), *totals] for part in parts]
 
 
 def _is_first_step(model: Any) -> bool:

@@ -28,6 +28,7 @@ from tfdist.compat.tensorflow import coordinator as closures
 from tfdist.coordination import keepalive
 from tfdist.engines.accumulation import GradientSums
 from tfdist.engines.worker_function import Program
+from tfdist.passes import splitting
 from tfdist.passes.worker_pass import Batch, Feed, Piece, WorkerFeed
 from tfdist.policies import Contribution, Outcome, Update
 
@@ -324,7 +325,7 @@ class StepQueue:
             resolve(step.took_batch, True)
             self._changed.notify_all()
         found = batch.get_value()
-        return tf.nest.flatten(found[0] if step.feed.marks_end else found, expand_composites=True)
+        return splitting.flat(found[0] if step.feed.marks_end else found)
 
     def _finish(
         self, step: QueuedStep, worker: int, made: MadeSteps | None = None, error: BaseException | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,7 +26,7 @@ from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
 from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator
 from tfdist.step import gradients, one_replica, rehearsal, step_times
 from tfdist.step.logs import Packing
-from tfdist.step.step import Step, Traces
+from tfdist.step.step import Step, Traces, key_of_value
 from tfdist.tables import coordinated_variable
 
 # About the operations of a perceptron of ten layers with Adam.
@@ -394,7 +394,8 @@ class Programs:
             self.rehearse(step, args, kwargs)
             return self.trace(step, args, kwargs, worker_fed, in_parts)
 
-        key = repr(tf.nest.map_structure(_key, given))
+        form = repr(tf.nest.map_structure(lambda leaf: None, given))
+        key = form, *map(_key, tf.nest.flatten(given))
         return self.traces.find(step, (worker_fed, in_parts, key, step.steps_per_execution > 1), trace)
 
     def _with_open_sizes(self, step: Step, given: Any) -> Any:
@@ -457,8 +458,12 @@ def _as_traced(leaf: Any) -> Any:
     return tf.type_spec_from_value(leaf) if is_value else leaf
 
 
-def _key(leaf: Any) -> Any:
-    return f"batch of kind {id(leaf.kind)}" if isinstance(leaf, WorkerBatch) else leaf
+def _key(leaf: Any) -> Hashable:
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.str, leaf.shape, leaf.tobytes()
+    # Models of one name have one `repr`.
+    known = leaf.kind if isinstance(leaf, WorkerBatch) else leaf
+    return known if isinstance(known, tf.TypeSpec) else key_of_value(known)
 
 
 def unused(handles: Sequence[WorkerBatch]) -> Batch | None:

@@ -27,7 +27,7 @@ class WholeBatch:
 
     def __init__(self, batch: Any, num_parts: int) -> None:
         self._batch = batch
-        self._flat = tf.nest.flatten(batch, expand_composites=True)
+        self._flat = splitting.flat(batch)
         self._num_parts = num_parts
 
     def flat(self, replica: int) -> Sequence[tf.Tensor]:
@@ -59,7 +59,7 @@ class OwnParts:
         except StopIteration:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
         self._rows[replica] = splitting.static_size(part) or 0
-        return tf.nest.flatten(part, expand_composites=True)
+        return splitting.flat(part)
 
     def rows(self, replica: int) -> int:
         """See `WholeBatch.rows`."""

@@ -278,6 +278,11 @@ def explain(error: tf.errors.InvalidArgumentError) -> ValueError | None:
     return ValueError(f"{_UNEVEN} {[int(count) for count in counts[1].split()]}") if counts else None
 
 
+def flat(batch: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a batch, components of ragged and sparse ones included; its None have no place."""
+    return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
+
+
 def part_spec(element_spec: Any, num_parts: int) -> Any:
     """The structure of `tf.TypeSpec`s that all parts of such a batch have."""
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdist.compat.keras import calls
+from tfdist.compat.keras import calls, fit
 from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
 from tfdist.passes import splitting
 from tfdist.passes.handle import HandleIterator, check_eager
@@ -350,7 +350,7 @@ class ChiefFeed:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
         if self._cut_into > 1:
             splitting.check_examples(batch, self._cut_into)
-        return tf.nest.flatten(batch, expand_composites=True)
+        return splitting.flat(batch)
 
 
 Feed = WorkerFeed | ChiefFeed
@@ -400,8 +400,8 @@ class WorkerIterator(HandleIterator):
 
     Attributes:
       feed: who reads the batches; None until it is decided.
-      is_last: True if the last handle was the last one of the pass. If the chief reads data of unknown length, that is
-        known once the batch of the handle is taken (`chief_batch`).
+      is_last: True if the last handle was the last one of the pass, or of an epoch of a given number of steps. If the
+        chief reads data of unknown length, the end is known once the batch of the handle is taken (`chief_batch`).
     """
 
     def __init__(self, engine: Steps, dataset: WorkerDataset, by_execution: bool = False):
@@ -413,6 +413,7 @@ class WorkerIterator(HandleIterator):
         call = calls.current()
         # Name of Keras' method; "" in a user's loop.
         self._loop = "" if call is None else call.kind
+        self._epochs = fit.EpochIterator.of_steps(call)
         self._cardinality = dataset.cardinality
         self._handles_given = 0
         self.feed: Feed | None = None
@@ -468,7 +469,7 @@ class WorkerIterator(HandleIterator):
             wanted = 1
         self.count = min(wanted, self._cardinality - given) if self._cardinality > 0 else wanted
         self._handles_given = given = given + self.count
-        self.is_last = given == self._cardinality
+        self.is_last = given == self._cardinality or bool(self._epochs and self._epochs.is_at_end_of_epoch)
         return self.dataset.next_one
 
     def chief_batch(self, feed: ChiefFeed) -> list[tf.Tensor]:
@@ -476,7 +477,7 @@ class WorkerIterator(HandleIterator):
         batch = feed.next_batch()
         feed.redeem()
         if self._cardinality == tf.data.UNKNOWN_CARDINALITY:
-            self.is_last = not feed.has_next(self._handles_given)
+            self.is_last |= not feed.has_next(self._handles_given)
         return batch
 
     def read_for_chief(self) -> list[Any]:

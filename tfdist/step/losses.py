@@ -53,6 +53,11 @@ def _lack(found: Any, *given: Any) -> str:
 
 EXAMPLES = 4
 _MOST_NUMBERS = 2**24
+# Operations whose effects would be seen, and that may give other values the next time; those on variables.
+EFFECTS = re.compile(
+    "Assign(Add|Sub)?$|.*PyFunc|Print|Write|Save|Lookup.*(Insert|Remove|Import)|Queue|StackP|.*Iterator.*GetNext"
+)
+_ON_VARIABLES = re.compile("Assign.*Variable|Resource(Scatter|Apply|SparseApply|StridedSliceAssign)")
 
 
 def joined(*batches: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -274,6 +279,9 @@ def _kind_of_number(call: Callable[..., Any], *given: Any) -> str:
         return "mean"
     try:
         with tf.init_scope():
+            traced = tf.function(call, autograph=False).get_concrete_function(*map(tf.constant, first))
+            if any(EFFECTS.match(each) or _ON_VARIABLES.match(each) for each in graphs.types_in(traced.graph)):
+                return "mean"
             value = lambda *batches: float(call(*map(tf.constant, joined(*batches))))  # noqa: E731
             one, other, twice, both = value(first), value(second), value(first, first), value(first, second)
     except Exception:

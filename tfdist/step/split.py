@@ -157,11 +157,14 @@ class SplitTrainStep:
         given, made = (batch, () if batch_rows is None else batch_rows), list[ReplicaContribution]()
 
         def of_examples(*flat: tf.Tensor) -> list[tf.Tensor]:
-            part, total = tf.nest.pack_sequence_as(given, flat, expand_composites=True)
+            supply = iter(flat)
+            filled = [leaf if leaf is None else next(supply) for leaf in leaves]
+            part, total = tf.nest.pack_sequence_as(given, filled, expand_composites=True)
             made.append(compute(part, total if tf.is_tensor(total) else None))
             return pack(made[-1])
 
-        flat = tf.nest.flatten(given, expand_composites=True)
+        leaves = tf.nest.flatten(given, expand_composites=True)
+        flat = [leaf for leaf in leaves if leaf is not None]
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in flat]
         # Here, where what a worker has of a lookup table is captured: not in the branch.
         call = graphs.bare_call(one_replica.trace(strategy, of_examples, specs))

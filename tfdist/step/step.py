@@ -94,14 +94,17 @@ class Step:
 
     @property
     def traces(self) -> dict[Any, Any] | None:
-        """The cache of its traces, an attribute of the function that Keras has made of the step.
+        """The cache of its traces, an attribute of the function that Keras has made of the step, or of the model.
 
-        So the cache ends with the model, and when the model is compiled again. Then Keras makes a new function of a
-        bound method that compares equal to the previous one. None if Keras has made nothing of it, as in a custom loop.
+        So the cache ends with the model, and when the model is compiled again: a bound method compares equal then, and
+        Keras makes a new function of it. None for any other function.
         """
         model = self.model_in_use if self.is_bound or self.kind == "predict" else None
+        if model is None:
+            return None
         function = getattr(model, f"{self.kind}_function", None)
-        return None if function is None else patching.setdefault(function, "_tfdist_traced", dict)
+        is_made = function is not None
+        return patching.setdefault(function, "_tfdist_traced", dict) if is_made else models.kept_until_compiled(model)
 
 
 class Traces:
@@ -272,10 +275,11 @@ def key_of(function: Callable[..., Any]) -> Hashable:
     read = [*cells, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     if not all(isinstance(each, _COMPARED) for each in read):
         return function
-    return function.__code__, *map(_value, read)
+    return function.__code__, *map(key_of_value, read)
 
 
-def _value(value: Any) -> Hashable:
+def key_of_value(value: Any) -> Hashable:
+    """Returns a key that is equal for the same object, and for equal scalars of one type."""
     # 1 == 1.0 == True, and 0.0 == -0.0.
     return (type(value), repr(value)) if isinstance(value, _SCALARS) else _Same(value)
 

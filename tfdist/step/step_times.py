@@ -106,10 +106,16 @@ class StepClock:
         """Begins a step, in a graph or eagerly, in cross-replica context.
 
         Args:
-          limits: float64 [2], the times at which `next` was called and returned; those of `note_read` by default.
+          limits: float64 [2], the times at which `next` was called and returned; by default those of `note_read` since
+            the last step, and now if there was none.
         """
         with self.on_cpu():
-            return TimedStep(self, self.variables()[3].read_value() if limits is None else limits)
+            if limits is None:
+                noted = self.variables()[3]
+                limits = noted.read_value()
+                noted.assign(tf.zeros_like(limits))
+                limits = tf.where(limits > 0, limits, tf.timestamp())
+            return TimedStep(self, limits)
 
     def placed(self, parts: tf.Tensor) -> list[tf.Tensor]:
         """Returns the vector that the workers sum, of this worker's parts, float32 [replicas, 3]; none in a process."""

@@ -26,14 +26,13 @@ from tfdist import _log
 from tfdist.compat import patching
 from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import optimizers_of, patched_attributes
+from tfdist.compat.tensorflow import graphs
 from tfdist.step import losses, one_replica, rehearsal
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step import Step
 
 # Of a step that draws random numbers.
 _DRAWS = 4
-# Operations whose effects would be seen. Those of others, on variables, are undone.
-_EFFECTS = re.compile("Assign(Add|Sub)?$|.*PyFunc|Print|Write|Save|Lookup.*(Insert|Remove|Import)|Queue|StackP")
 _RANDOM = re.compile("(Stateless)?(Parameterized)?(Random|Truncated|Multinomial)")
 _READING = re.compile("ReadVariableOp|ResourceGather|VariableShape")
 # Random layers, and penalties of weights, move the ratio away from 1 and 2.
@@ -175,10 +174,9 @@ class _Trial:
         self._split = SplitTrainStep(self._step, 1)
         specs = [tf.TensorSpec([size, *each.shape[1:]], each.dtype) for each in like]
         self._computed: Any = self._split.settled(lambda: one_replica.trace(strategy, self._results, specs))
-        definition = self._computed.graph.as_graph_def()
-        nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-        self.is_random = any(_RANDOM.match(node.op) for node in nodes)
-        if any(_EFFECTS.match(node.op) for node in nodes):
+        types = graphs.types_in(self._computed.graph)
+        self.is_random = any(map(_RANDOM.match, types))
+        if any(map(losses.EFFECTS.match, types)):
             raise _SeenError(step.name)
         graph: Any = self._computed.graph
         variables = {id(getattr(each, "handle", None)): each for each in graph.variables}

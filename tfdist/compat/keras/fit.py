@@ -78,8 +78,17 @@ class EpochIterator:
     @classmethod
     def of(cls, model: keras.Model) -> EpochIterator | None:
         """Returns the epoch iterator of an open `fit` of this model in this thread; None if there is none."""
-        fit = calls.fit_of(model)
-        epochs = None if fit is None else fit.epochs
+        return cls._of_call(calls.fit_of(model))
+
+    @classmethod
+    def of_steps(cls, call: calls.Call | None) -> EpochIterator | None:
+        """Returns that of a call if its number of steps was given, which the data don't tell then; else None."""
+        found = cls._of_call(call)
+        return None if found is None or found._iterator.steps_per_epoch is None else found
+
+    @classmethod
+    def _of_call(cls, call: calls.Call | None) -> EpochIterator | None:
+        epochs = None if call is None else call.epochs
         epochs = epochs() if isinstance(epochs, weakref.ref) else epochs
         return None if epochs is None else cls(epochs)
 

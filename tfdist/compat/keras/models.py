@@ -46,6 +46,7 @@ _called: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 _BUILD = "_maybe_symbolic_build"
+_KEPT = "_tfdist_kept_until_compiled"
 
 
 def leave_building_to_strategy(model: keras.Model) -> None:
@@ -281,6 +282,16 @@ def compiled_losses(model: keras.Model) -> list[Any]:
 def given_metrics(model: keras.Model) -> list[Any]:
     """The metric objects given to `compile`, also before Keras has built them into the model."""
     return [metric for metric in _given_metrics(model) if isinstance(metric, keras.metrics.Metric)]
+
+
+def kept_until_compiled(model: keras.Model) -> dict[Any, Any]:
+    """Returns a dictionary of the model, which is empty again once the model is compiled anew."""
+    compiled = getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics
+    before, kept = patching.get(model, _KEPT, (None, None))
+    if kept is None or any(each is not old for each, old in zip(compiled, before, strict=True)):
+        kept = dict[Any, Any]()
+        patching.put(model, _KEPT, (compiled, kept))
+    return kept
 
 
 def names_of_given_metrics(model: keras.Model) -> list[str]:

@@ -236,6 +236,13 @@ def _is_own(file: str) -> bool:
     return not any(part in file for part in _FOREIGN)
 
 
+def types_in(*graphs: tf.Graph) -> set[str]:
+    """Returns the types of the operations in graphs and in the functions that they call."""
+    described = [graph.as_graph_def() for graph in graphs]
+    bodies = [body for each in described for body in (each.node, *(inner.node_def for inner in each.library.function))]
+    return {node.op for body in bodies for node in body}
+
+
 def operations_behind(operation: tf.Operation, sources: Collection[tf.Operation] = ()) -> set[tf.Operation]:
     """Returns an operation of a graph and those that its inputs are computed by, except what is behind `sources`."""
     waiting, found = [operation], {operation}

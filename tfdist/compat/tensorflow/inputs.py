@@ -311,9 +311,7 @@ def nearest_shuffle(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
 
 def operations_of(dataset: tf.data.Dataset) -> set[str]:
     """Returns the types of the operations in the functions of a data set and its sources, as of `map` and `filter`."""
-    functions = [each.function.graph.as_graph_def() for one in with_sources(dataset) for each in one._functions()]
-    bodies = [body for each in functions for body in (each.node, *(inner.node_def for inner in each.library.function))]
-    return {node.op for body in bodies for node in body}
+    return graphs.types_in(*(each.function.graph for one in with_sources(dataset) for each in one._functions()))
 
 
 def service_jobs(dataset: tf.data.Dataset) -> list[str]:

@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfdist.compat.keras.optimizers import loss_scale_of
 from tfdist.compat.tensorflow import servers
 from tfdist.compression import HalfPrecision, codec, gathered, on_servers
+from tfdist.step import contribution
 from tfdist.step.gradients import ErrorFeedback, Memory
 from tfdist.transport.bundles import Bundles
 
@@ -238,7 +239,7 @@ def is_encoded(gradient: Any) -> bool:
 
 
 def unscaled(gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Divides the gradients that are encoded by the scale of the loss, which changes from step to step.
+    """Divides gradients by the scale of the loss, which changes from step to step.
 
     Args:
       gradients: of a contribution; they get the static shapes of their variables.
@@ -249,7 +250,7 @@ def unscaled(gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]]) -> li
         if isinstance(gradient, tf.Tensor):
             gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
     return [
-        gradient / tf.cast(scale, gradient.dtype) if scale is not None and is_encoded(gradient) else gradient
+        gradient if scale is None else contribution.times(gradient, 1 / scale)
         for gradient, scale in zip(gradients, scales, strict=True)
     ]
 
@@ -259,8 +260,7 @@ def scaled(gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]], devices
     result = []
     for gradient, scale, device in zip(gradients, _scales(targets), devices, strict=True):
         with tf.device(device):
-            is_changed = scale is not None and is_encoded(gradient)
-            result.append(gradient * tf.cast(scale, gradient.dtype) if is_changed else gradient)
+            result.append(gradient if scale is None else contribution.times(gradient, scale))
     return result
 
 
