@@ -30,7 +30,7 @@ def run_pass(
     updates: list[Update] = []
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        fit = types.SimpleNamespace(kind="fit")
+        fit = types.SimpleNamespace(kind="fit", epochs=None)
         patch.setattr(worker_pass.calls, "current", lambda: fit)
         engine, cluster = stack.enter_context(running_engine(len(shares), on_update=updates.append))
         batches: list[Batch] = []

@@ -41,6 +41,28 @@ def test_a_part_of_a_sum_becomes_an_estimate_of_the_whole(reduction: str, factor
     assert float(model.compute_loss(None, zeros, ones)) == alone
 
 
+def test_a_loss_and_a_step_that_keep_state_are_not_tried():
+    seen = tf.Variable(0.0)
+
+    def loss(y, p):
+        seen.assign_add(1.0)
+        return tf.reduce_sum((y - p) ** 2)
+
+    class Reading(keras.Sequential):
+        def train_step(self, data):
+            return {**super().train_step(data), "read": tf.reduce_max(next(self.others))}
+
+    assert losses._kind_of_number(loss, tf.zeros([2, 1]), tf.ones([2, 1])) == "mean"
+    assert float(seen) == 0.0
+    with tfdist.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = Reading([keras.Input((1,)), keras.layers.Dense(1)])
+        model.others = iter(tf.data.Dataset.range(100))
+        model.compile("sgd", "mse")
+    history = model.fit(tf.zeros([8, 1]), tf.zeros([8, 1]), batch_size=8, verbose=0).history
+    # Both replicas read.
+    assert (history["read"], int(next(model.others))) == ([0], 2)
+
+
 @pytest.mark.parametrize(
     ("examples", "batch_rows", "share"), [(0, None, 0.0), (3, None, 0.5), (0, 4, 0.0), (3, 4, 0.75), (0, 0, 0.0)]
 )

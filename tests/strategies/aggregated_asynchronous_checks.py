@@ -123,6 +123,24 @@ def test_transforms_know_staleness_and_weight(
     np.testing.assert_allclose(found[2], 2 * 2 * STEPS)
 
 
+class Summing(keras.Sequential):
+    """Its loss is a sum of outputs, whose gradient is the same for all weights."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(self(data[0])) / BATCH
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_an_own_sum_is_that_of_the_whole_batch_from_several_parts(with_policies: Policies) -> None:
+    make = lambda: Summing([keras.Input((6,)), keras.layers.Dense(1, use_bias=False)])  # noqa: E731
+    model = compiled(with_policies(tfdist.SoftSync(2)), make, lambda: keras.optimizers.SGD(1.0))
+    before = model.get_weights()[0]
+    model.fit(tf.ones([COUNT, 6]), tf.zeros([COUNT, 1]), batch_size=BATCH, verbose=0)
+    assert_close([before - int(model.optimizer.iterations)], model.get_weights())
+
+
 def with_embedding() -> keras.Model:
     return keras.Sequential(
         [keras.Input((3,), dtype="int64"), keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(1)]

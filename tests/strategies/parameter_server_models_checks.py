@@ -55,6 +55,18 @@ def test_a_model_with_steps_of_its_own(strategy: Any, source: str) -> None:
     assert model.evaluate(*data, verbose=0, return_dict=True, **options)["batches"] == STEPS
 
 
+def test_logs_of_an_epoch_of_given_steps_are_those_of_all_of_them(strategy: Any) -> None:
+    class Logging(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {**super().train_step(data), "rate": tf.convert_to_tensor(self.optimizer.learning_rate)}
+
+    with strategy.scope():
+        model = Logging([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    history = model.fit(dataset().repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0).history
+    assert history["loss"][-1] == pytest.approx(float(model.get_metrics_result()["loss"]))
+
+
 @pytest.mark.parametrize(
     "steps_per_execution",
     # Within a pass with a remainder. TensorFlow takes more than 32 reads of an iterator in a trace for an endless loop.

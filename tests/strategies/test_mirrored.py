@@ -127,6 +127,14 @@ def test_predictions_of_single_batch_may_have_more_rows(strategy):
 
 
 @pytest.mark.slow
+def test_times_of_steps_on_single_batches_are_no_times_of_day(cpus):
+    own = tfdist.MirroredStrategy(cpus[:2])
+    model = compiled(own)
+    for _ in range(3):
+        model.train_on_batch(X, Y)
+    assert own.report().compute_secs["worker:0"].most < 3600
+
+
 def test_float16_skips_updates_that_are_not_finite_on_any_replica(strategy):
     keras.config.set_dtype_policy("mixed_float16")
     try:

@@ -125,6 +125,31 @@ def test_a_batch_is_that_of_its_handle(strategy):
             assert float(strategy.run(model.train_step, args=(batch,))["seen"]) == number
 
 
+def test_loops_of_two_models_trace_each_once_and_follow_compile(strategy):
+    traced = []
+
+    class Noting(keras.Sequential):
+        def train_step(self, data):
+            traced.append(self)
+            return super().train_step(data)
+
+    models = [compiled(strategy, lambda: Noting([keras.Input((3,)), keras.layers.Dense(1)])) for _ in range(2)]
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (x, y, None)).batch(8, drop_remainder=True)
+    counts = []
+    for batch in strategy.experimental_distribute_dataset(data.take(3)):
+        for model in models:
+            strategy.run(model.train_step, args=(batch,))
+        counts.append(len(traced))
+    assert counts == counts[:1] * 3
+    with strategy.scope():
+        models[0].compile(OPTIMIZERS.SGD(0.0), "mse")
+    before = models[0].get_weights()
+    for batch in strategy.experimental_distribute_dataset(data):
+        strategy.run(models[0].train_step, args=(batch,))
+    assert_close(before, models[0].get_weights())
+    assert int(models[0].optimizer.iterations) == len(data)
+
+
 def test_a_decorated_step_follows_the_policy_and_a_function_is_refused(strategy):
     def decorated(method):
         @functools.wraps(method)

@@ -146,15 +146,30 @@ def test_a_fit_within_a_callback_leaves_the_averages_of_the_outer_one(every_four
     assert_alike(model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use", ["evaluate", "train_on_batch"])
-def test_an_interrupted_fit_is_averaged_when_the_model_is_used_again(every_four, use: str):
+def interrupted(model: keras.Model) -> None:
     def interrupt(batch: int, logs: Any) -> None:
         raise KeyboardInterrupt
 
-    model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1))
     with pytest.raises(KeyboardInterrupt):
         model.fit(X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+
+
+def test_weights_set_after_an_interrupted_fit_stay_and_replicas_train_alike(cpus):
+    outer = averaging(cpus, 4, outer=OPTIMIZERS.SGD(0.5), optimizer_state="local")
+    model = compiled(outer, lambda: OPTIMIZERS.SGD(0.1, momentum=0.9))
+    interrupted(model)
+    model.set_weights([np.full_like(weight, 7.0) for weight in model.get_weights()])
+    model.evaluate(X, Y, verbose=0)
+    assert all((weight == 7.0).all() for weight in model.get_weights())
+    model.train_on_batch(X, Y)
+    assert_alike(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", ["evaluate", "train_on_batch"])
+def test_an_interrupted_fit_is_averaged_when_the_model_is_used_again(every_four, use: str):
+    model = compiled(every_four, lambda: OPTIMIZERS.SGD(0.1))
+    interrupted(model)
     with pytest.raises(AssertionError):
         assert_alike(model)
     getattr(model, use)(X, Y)
