@@ -19,7 +19,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "tfdist"
 _TIMEOUT_AT = dict.fromkeys(
     ("wait", "join", "result", "communicate", "acquire", "get", "select", "sleep", "Testall"), 1
 )
-_TIMEOUT_AT |= dict.fromkeys(("wait_for", "get_key", "receive", "create_connection"), 2)
+_TIMEOUT_AT |= dict.fromkeys(("wait_for", "get_key", "receive", "create_connection", "_ask"), 2)
 # Their timeout is their socket's.
 _TIMEOUT_AT |= dict.fromkeys(("recv", "accept"), 9)
 _OF_SUBPROCESS = ("run", "call", "check_call", "check_output")
@@ -34,9 +34,9 @@ ENDED_BY = {
     "doctor/measure.py:_connected": "deadline",
     "engines/agreement.py:Agreement._await_others": "self.lost()",
     "engines/agreement.py:Agreement._get": "self.check()",
-    "engines/agreement.py:Agreement.explain": "deadline",
+    "engines/agreement.py:Agreement._run": "self._stopped",
+    "engines/agreement.py:Agreement.failure_behind": "deadline",
     "engines/agreement.py:Agreement.receive": "deadline",
-    "engines/agreement.py:_Watch._run": "self._stopped",
     "engines/quorum.py:QuorumEngine._next_round": "self._is_closing",
     "engines/step_queue.py:StepQueue._park": "has_failed(",
     "engines/step_queue.py:StepQueue.wait_until": "self._raise_stall()",

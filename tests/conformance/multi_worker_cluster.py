@@ -20,7 +20,7 @@ from conformance import on_one_device
 from waiting import wait_until
 
 import tfdist
-from tfdist.engines import agreement
+from tfdist.strategies import _multi_worker_cluster
 
 
 def pytest_configure() -> None:
@@ -67,7 +67,7 @@ def both(tmp_path: pathlib.Path) -> Callable[[Any], list[Any]]:
 @pytest.fixture(autouse=True)
 def has_the_seeds_of_all(strategy: Any) -> None:
     """Each test's end forgets them."""
-    agreement.share_random_state(strategy.distribution.agreement)
+    _multi_worker_cluster.share_random_state(strategy.distribution.agreement)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from overlapping import in_thread
 from tfdist.cluster import Task
 from tfdist.coordination import stalls
 from tfdist.coordination.worker_waits import HAS_ENDED, PARTED_SECS, STEP, WorkerStatus, step_of
-from tfdist.engines.agreement import Agreement, _Wait
+from tfdist.engines.agreement import Agreement
 
 TASKS = [Task("worker", 0), Task("worker", 1)]
 
@@ -32,14 +32,14 @@ def agreement() -> Agreement:
 def test_status_after_the_end_is_not_published(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
     posted: list[str] = []
     monkeypatch.setattr(agreement, "post", lambda key, text: posted.append(text))
-    monkeypatch.setattr(agreement, "peek", lambda key, timeout_ms: None)
+    monkeypatch.setattr(agreement, "peek", lambda key: None)
     monkeypatch.setattr(agreement, "service_answers", lambda: True)
     monkeypatch.setattr(agreement, "lost", dict)
     own = WorkerStatus("worker:1", "model.fit", blocked_secs=PARTED_SECS)
-    agreement._watch._error(own, TASKS[:1])
-    agreement._watch.end("has ended")
+    agreement._error(own, TASKS[:1])
+    agreement.end()
     # Of the thread that has begun to look before the end.
-    agreement._watch._error(own, TASKS[:1])
+    agreement._error(own, TASKS[:1])
     assert len(posted) == 2 and "has ended" in posted[-1]
 
 
@@ -61,20 +61,21 @@ def test_worker_that_saw_the_parting_first_tells_others_by_its_end(
     own = WorkerStatus("worker:1", "model.fit", blocked_secs=PARTED_SECS, part=step_of("1 sum"))
     other = WorkerStatus("worker:0", "model.fit", blocked_secs=PARTED_SECS, part=step_of("2 sums"))
     secs = itertools.count(PARTED_SECS)
-    status_of_other = lambda key, _: dataclasses.replace(other, blocked_secs=next(secs)).to_json()  # noqa: E731
+    status_of_other = lambda key: dataclasses.replace(other, blocked_secs=next(secs)).to_json()  # noqa: E731
     monkeypatch.setattr(agreement, "peek", status_of_other)
     monkeypatch.setattr(agreement, "post", lambda key, text: None)
     monkeypatch.setattr(agreement, "service_answers", lambda: True)
     monkeypatch.setattr(agreement, "lost", dict)
     monkeypatch.setattr(agreement, "state", lambda *_: (own, TASKS[:1]))
-    wait = _Wait("model.fit", "", 0, TASKS[:1], 0.0)
-    monkeypatch.setattr(agreement, "current_wait", lambda: wait)
-    for _ in range(2):
-        agreement._watch._look()
+    with agreement.joint():
+        wait = agreement.current_wait()
+        for _ in range(2):
+            agreement._look()
+    assert wait is not None
     assert type(wait.failure) is RuntimeError and "in model.fit (a step of 1 sum)" in str(wait.failure)
     late = Agreement(TASKS[0], TASKS)
     ended = WorkerStatus("worker:1", ended=f"worker:1 ended with RuntimeError: {wait.failure}").to_json()
-    monkeypatch.setattr(late, "peek", lambda key, timeout_ms: ended)
+    monkeypatch.setattr(late, "peek", lambda key: ended)
     reset = tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer")
     assert str(wait.failure) in str(late.failure_behind(reset))
 
@@ -98,9 +99,9 @@ def test_worker_whose_host_refuses_connections_is_lost_at_once(monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as server:
         agreement = Agreement(TASKS[1], TASKS, {TASKS[0]: f"127.0.0.1:{server.getsockname()[1]}"})
         monkeypatch.setattr(agreement, "lost", dict)
-        monkeypatch.setattr(agreement, "peek", lambda key, timeout_ms: None)
-        assert agreement._watch.loss(own, TASKS[:1]) is None
-    found = str(agreement._watch.loss(own, TASKS[:1]))
+        monkeypatch.setattr(agreement, "peek", lambda key: None)
+        assert agreement._loss(own, TASKS[:1]) is None
+    found = str(agreement._loss(own, TASKS[:1]))
     assert (
         found.startswith("model.fit (comparing the data sets) will never end") and "worker:0 (the connection" in found
     )
@@ -112,36 +113,29 @@ def test_reason_that_keras_quotes_in_its_own_error_is_found(agreement: Agreement
     assert agreement.failure_behind(TypeError(f"Exception encountered: is aborted by: {reason}\nThe error")) is reason
 
 
-def test_log_that_a_thread_has_taken_does_not_change(agreement: Agreement):
-    agreement._next_key("first")
-    taken, _ = agreement.state()
-    for _ in range(20):
-        agreement._next_key("later")
-    assert dict(taken.log) == {1: "first"}
-    assert list(agreement.state()[0].log) == [*range(14, 22)]
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
         (tf.errors.InternalError(None, None, "Collective instance 124 expected type 0 and"), "different collectives"),
         (tf.errors.InvalidArgumentError(None, None, "Shape mismatch in the collective instance 9."), "same models"),
-        (tf.errors.UnavailableError(None, None, "recvmsg:Connection reset by peer"), "worker:0 (the connection to it"),
     ],
 )
-def test_error_of_a_collective_is_told_in_one_line(
-    agreement: Agreement, monkeypatch: pytest.MonkeyPatch, error: tf.errors.OpError, words: str
-):
-    monkeypatch.setattr(agreement._watch, "loss", lambda own, awaited: None)
+def test_error_of_a_collective_is_told_in_one_line(agreement: Agreement, error: tf.errors.OpError, words: str):
     found = agreement.failure_behind(error)
     assert found is not None and words in str(found) and "\n" not in str(found)
 
 
-def test_lost_connection_is_to_the_task_that_the_error_names():
-    tasks = [Task("worker", index) for index in range(3)]
-    text = "Connection reset by peer\nAdditional information from remote target /job:worker/replica:0/task:2 while"
-    assert Agreement(tasks[0], tasks)._lost_peer(text) == "worker:2"
-    assert Agreement(tasks[0], tasks)._lost_peer("Connection refused") == ""
+def test_lost_connection_is_to_the_worker_that_is_found_soon(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
+    """A process that ends closes its connections first."""
+    reset, gone = tf.errors.UnavailableError(None, None, "Connection reset by peer"), iter([[], ["worker:0"]])
+    monkeypatch.setattr(agreement, "peek", lambda key: None)
+    monkeypatch.setattr(agreement, "lost", dict)
+    monkeypatch.setattr(agreement, "gone", lambda tasks: next(gone, []))
+    assert "worker:0 (the connection to it" in str(agreement.failure_behind(reset))
+    assert agreement.failure_behind(reset) is None
+    # A quorum server knows of which worker it has lost the connection.
+    found = str(agreement.failure_behind(ConnectionError("lost"), ["worker:0"]))
+    assert found.startswith("a sum over all workers will never come") and "worker:0 (the connection to it" in found
 
 
 def test_function_with_a_collective_is_known_by_the_line_that_calls_it(agreement: Agreement):

@@ -5,9 +5,9 @@ A call that needs all workers ends late if a worker is slow. It never ends if a 
 in another call. Each worker publishes its `WorkerStatus` while it waits; its `Waits` takes its own status and those of
 the others (events in), and says what to publish and why a wait can't end (answers out).
 
-    look    own status, time  ->  the status to publish, and whether the others are to be read
+    look    own status, time              ->  the status to publish, and whether the others are to be read
     hear    another's status
-    reason  tasks waited for  ->  why this wait can't end, or None
+    reason  own status, tasks waited for  ->  why this wait can't end, or None
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class WorkerStatus:
       what: the part of the call that it waits for, such as "comparing the data sets"; "" for a collective.
       number: the number of the exchange that it waits for; 0 for no numbered exchange.
       blocked_secs: for how long it has waited for other workers without progress; 0 if it does not wait.
-      log: its last numbered exchanges.
       ended: how its program has ended; "" if it has not.
       part: of a collective, `step_of` or `OUTSIDE`: whether it is in a step of that call; "" if it is not known.
     """
@@ -65,7 +64,6 @@ class WorkerStatus:
     what: str = ""
     number: int = 0
     blocked_secs: float = 0.0
-    log: Mapping[int, str] = dataclasses.field(default_factory=dict)
     ended: str = ""
     part: str = ""
 
@@ -86,20 +84,17 @@ class WorkerStatus:
     @classmethod
     def from_json(cls, text: str) -> WorkerStatus:
         """Returns the status from text."""
-        fields = json.loads(text)
-        return cls(**{**fields, "log": {int(number): what for number, what in fields["log"].items()}})
+        return cls(**json.loads(text))
 
 
 class Waits:
     """The waits of one worker.
 
     Args:
-      task: name of this worker.
       others: names of the other workers.
     """
 
-    def __init__(self, task: str, others: Sequence[str]) -> None:
-        self._own = WorkerStatus(task)
+    def __init__(self, others: Sequence[str]) -> None:
         self._others = {other: WorkerStatus(other) for other in others}
         # The look at which the status of another was new; the first one of a wait may be old.
         self._new_at: dict[str, int] = {}
@@ -116,7 +111,7 @@ class Waits:
         Returns:
           The status to publish, if any, and True if this worker waits: then the others are to be heard.
         """
-        self._own, is_waiting = own, own.blocked_secs >= LOOK_AFTER_SECS
+        is_waiting = own.blocked_secs >= LOOK_AFTER_SECS
         if is_waiting:
             self._looks += 1
             self._is_shown = True
@@ -135,14 +130,14 @@ class Waits:
             self._new_at[status.task] = self._looks
         self._others[status.task] = status
 
-    def reason(self, awaited: Sequence[str], own: WorkerStatus | None = None) -> str | None:
+    def reason(self, own: WorkerStatus, awaited: Sequence[str]) -> str | None:
         """Returns why the wait of this worker can't end, in one line; None if it may end.
 
         Args:
+          own: status of this worker.
           awaited: names of the tasks that it waits for.
-          own: status of this worker, that of the last look by default.
         """
-        own, others = own or self._own, [self._current(each) for each in self._others.values()]
+        others = [self._current(each) for each in self._others.values()]
         ended = [each for each in others if each.ended and each.task in awaited]
         if ended:
             return _of_ended(own, ended)
@@ -203,15 +198,11 @@ def _of_ended(own: WorkerStatus, ended: Sequence[WorkerStatus]) -> str:
 
 
 def _of_parted(states: Sequence[WorkerStatus]) -> str:
-    """Message for workers that wait in different calls, or parts of one: by their first exchange that differs."""
+    """Message for workers that wait in different calls, or parts of one."""
     if len({state.place for state in states}) == 1:
         return parted(
             {each.task: f"{each.doing} ({each.part})" if each.doing and each.part else each.doing for each in states}
         )
-    common = set.intersection(*(set(state.log) for state in states))
-    differing = [number for number in sorted(common) if len({state.log[number] for state in states}) > 1]
-    if differing:
-        return parted({state.task: state.log[differing[0]] for state in states})
     return parted({state.task: state.doing for state in states})
 
 

@@ -180,7 +180,7 @@ class QuorumEngine(Engine):
             with self._reporter.waiting("an update"), self._agreement.joint(part=worker_waits.STEP):
                 verdict = self._client.wait(of.number, current.step, self._check)
         except ConnectionError as loss:
-            raise self._agreement.explain(loss, self._client.lost) from None
+            raise self._agreement.failure_behind(loss, self._client.lost) or loss from None
         finally:
             # No contribution begins to read variables from here on.
             with self._changed:

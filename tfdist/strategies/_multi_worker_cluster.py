@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster of a MultiWorkerMirroredStrategy, from TF_CONFIG or a resolver, and its registration with TensorFlow."""
+"""The cluster of a MultiWorkerMirroredStrategy, from TF_CONFIG or a resolver: how a worker joins it, and leaves it."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import faulthandler
 import os
+import pathlib
+import random
 import secrets
+import sys
+import threading
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import _forks, _machine, _sockets
@@ -15,9 +23,14 @@ from tfdist.compat.tensorflow import context
 from tfdist.coordination import keepalive, rendezvous
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import QuorumServer
-from tfdist.engines.agreement import Agreement
+from tfdist.engines.agreement import SEEDING, Agreement
 from tfdist.launchers.supervise.notices import check_none_ended
 from tfdist.policies.base import Aggregation
+
+# Time for a failed process to end.
+_END_SECS = 3.0
+_MESSAGE_CHARS = 500
+_kept: list[Any] = []
 
 
 def find_cluster(resolver: Any) -> clusters.Cluster | None:
@@ -30,11 +43,6 @@ def find_cluster(resolver: Any) -> clusters.Cluster | None:
     if cluster:
         cluster.check_multi_worker()
     return cluster
-
-
-def empty_resolver() -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Returns the resolver of a process that trains alone."""
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
 
 
 def join_workers(cluster: clusters.Cluster, start_timeout_secs: float, has_policy: bool) -> None:
@@ -50,39 +58,96 @@ def join_workers(cluster: clusters.Cluster, start_timeout_secs: float, has_polic
       TimeoutError: a worker did not start in time.
       ConnectionError: the workers have different secrets.
     """
-    _check_before_context()
-    if has_policy:
-        # A late contribution may hold one of them, and the update must not wait for it; 0: one for each CPU.
-        count = tf.config.threading.get_inter_op_parallelism_threads() or _machine.usable_cpus()
-        tf.config.threading.set_inter_op_parallelism_threads(count + 1)
-    check = check_none_ended({str(task) for task in cluster.training_tasks})
-    rendezvous.meet(cluster, start_timeout_secs, check=check, secret=os.environ.get(clusters.JOB_SECRET_VARIABLE, ""))
-    _configure_coordination(cluster, start_timeout_secs)
-
-
-def _check_before_context() -> None:
-    """Raises in one line the error that the stock strategy raises only after all workers have started."""
     if context.has_begun():
+        # The stock strategy raises it only after all workers have started.
         received = f". Received: {made}" if (made := context.made_before()) else ""
         raise RuntimeError(
             "MultiWorkerMirroredStrategy must be built before TensorFlow is used; move it up, before the first tensor, "
             "data set or model. In a notebook, or where another strategy was built before, restart the program first"
             f"{received}"
         )
-
-
-def _configure_coordination(cluster: clusters.Cluster, start_timeout_secs: float) -> None:
-    """Makes TensorFlow's context join the coordination service of a cluster."""
-    counts = {job: len([task for task in cluster.training_tasks if task.type == job]) for job in ("chief", "worker")}
+    if has_policy:
+        # A late contribution may hold one of them, and the update must not wait for it; 0: one for each CPU.
+        count = tf.config.threading.get_inter_op_parallelism_threads() or _machine.usable_cpus()
+        tf.config.threading.set_inter_op_parallelism_threads(count + 1)
+    tasks = cluster.training_tasks
+    check = check_none_ended({str(task) for task in tasks})
+    rendezvous.meet(cluster, start_timeout_secs, check=check, secret=os.environ.get(clusters.JOB_SECRET_VARIABLE, ""))
     context.configure_coordination(
-        leader=f"/job:{cluster.training_tasks[0].type}/replica:0/task:0",
-        jobs={job: count for job, count in counts.items() if count},
+        leader=f"/job:{tasks[0].type}/replica:0/task:0",
+        jobs=collections.Counter(task.type for task in tasks),
         start_timeout_secs=start_timeout_secs,
         heartbeat_timeout_secs=keepalive.LOST_SECS,
     )
 
 
-# Starts the quorum server of a MultiWorkerMirroredStrategy with a policy, and connects each worker to it.
+def share_random_state(agreement: Agreement) -> None:
+    """Gives all workers the chief's random state, so that unseeded shuffles are the same everywhere.
+
+    TensorFlow's global seed is drawn if the chief has set none; Python's and NumPy's generators take its state.
+    """
+    state = agreement.from_chief(_random_state, SEEDING)
+    if state["is_drawn"]:
+        context.set_drawn_seed(state["tensorflow"])
+    elif context.global_seed() != state["tensorflow"]:
+        tf.random.set_seed(state["tensorflow"])
+    if not agreement.is_chief:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, words, *rest = state["numpy"]
+        np.random.set_state((name, np.array(words, np.uint32), *rest))
+
+
+def _random_state() -> dict[str, Any]:
+    seed = context.global_seed()
+    name, words, *rest = np.random.get_state()
+    return {
+        "tensorflow": secrets.randbelow(2**31) if seed is None else int(seed),
+        "is_drawn": seed is None or context.is_drawn_seed(seed),
+        "python": random.getstate(),
+        "numpy": [name, words.tolist(), *rest],
+    }
+
+
+def tell_others_of_errors(agreement: Agreement) -> None:
+    """Lets an exception that ends this process end the others too, at once and with its message.
+
+    Such a process ends for sure: TensorFlow, taken down with its cluster in error, now and then waits for ever.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if agreement.is_of_this_process and threading.current_thread() is threading.main_thread():
+            # One line in place of TensorFlow's many.
+            with contextlib.suppress(Exception):
+                error = agreement.failure_behind(error) or error
+            kind = type(error)
+            # One line, because TensorFlow logs it on each worker.
+            text = " ".join(str(error).split())[:_MESSAGE_CHARS]
+            message = f"{agreement.task} ended with {kind.__name__}: {text}"
+            with contextlib.suppress(Exception):
+                agreement.end(message)
+                if not agreement.is_known(error):
+                    context.report_error(message)
+        previous(kind, error, trace)
+        end_soon_after_exit()
+
+    sys.excepthook = hook
+
+
+def end_soon_after_exit() -> None:
+    """From the moment on at which the program is over, its process ends within `_END_SECS`.
+
+    TensorFlow's end in a cluster of which others go on takes 10 s now and then, and they go on waiting meanwhile.
+    """
+    _forks.at_exit(_end_within, _END_SECS)
+
+
+def _end_within(secs: float) -> None:
+    # Of all timers, this one needs no running interpreter, nor its lock. What it writes is of no use to anybody.
+    nowhere = pathlib.Path(os.devnull).open("w")  # noqa: SIM115
+    faulthandler.dump_traceback_later(secs, exit=True, file=nowhere)
+    _kept.append(nowhere)
 
 
 def connect_quorum(

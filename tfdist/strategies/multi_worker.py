@@ -19,7 +19,7 @@ from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.tensorflow import collectives, context, inputs, replicas
 from tfdist.coordination import stalls
 from tfdist.coordination.quorum_server import QuorumServer
-from tfdist.engines import agreement as agreements
+from tfdist.engines.agreement import Agreement
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.quorum import QuorumEngine, QuorumSums
 from tfdist.engines.warmup import WarmupEngine
@@ -127,7 +127,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             self.distribution.on_close.append(lambda: clusters.join(None))
         if cluster is None or not is_training or num_workers == 1:
             # An evaluator would be looked for among the workers.
-            resolver = cluster_resolver if is_training else _multi_worker_cluster.empty_resolver()
+            empty = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+            resolver = cluster_resolver if is_training else empty
             with _devices.of_worker(self, devices_per_replica):
                 super().__init__(resolver, communication_options)
             self._is_cluster_of_one = cluster is not None and is_training
@@ -215,18 +216,18 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._is_exclusive = True
         self._trained_alone = f"each of {len(cluster.training_tasks)} workers would train a model of its own"
         addresses = {task: cluster.address(task) for task in cluster.training_tasks}
-        agreement = agreements.Agreement(cluster.task, cluster.training_tasks, addresses)
+        agreement = Agreement(cluster.task, cluster.training_tasks, addresses)
         self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
         replicas.note_traced(self, agreement.note_traced)
         agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
-        agreements.share_random_state(agreement)
+        _multi_worker_cluster.share_random_state(agreement)
         self._same_batches = _shared_datasets.SameBatches(agreement)
         saving.write_by_chief()
         saving.share_checkpoints(str(cluster.task))
         if not agreement.is_chief:
             saving.wait_for_files(str(cluster.task), str(agreement.tasks[0]))
-        agreements.tell_others_of_errors(agreement)
-        escape = stalls.InterruptEscape(agreement.waited_for, on_interrupt=agreements.end_soon_after_exit)
+        _multi_worker_cluster.tell_others_of_errors(agreement)
+        escape = stalls.InterruptEscape(agreement.waited_for, on_interrupt=_multi_worker_cluster.end_soon_after_exit)
         escape.install()
         self.distribution.on_close += [escape.uninstall, agreement.close]
         self.distribution.job = agreement.from_chief(lambda: secrets.token_hex(8), "naming the job")
@@ -437,7 +438,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         # The order in which Keras' predict puts the replicas of several workers together.
         return range(replicas.worker_index(self), self.num_replicas_in_sync, replicas.worker_count(self))
 
-    def _agreements(self) -> agreements.Agreement:
+    def _agreements(self) -> Agreement:
         if self.distribution.agreement is None:
             raise RuntimeError("this worker trains alone: there are no other workers to agree with")
         return self.distribution.agreement

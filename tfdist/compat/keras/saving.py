@@ -353,7 +353,7 @@ def _wrap_backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
         agreement = _agreement(callback.model)
         if agreement is None:
             return original(callback, logs)
-        return agreement.from_chief(lambda: original(callback, logs), "removing a backup", callback.backup_dir)
+        return agreement.from_chief(lambda: original(callback, logs), "removing a backup")
 
     return on_train_end
 
@@ -363,10 +363,10 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
         model, agreement = callback.model, _agreement(callback.model)
         if agreement is None:
             return original(callback, logs)
-        what = "restoring a backup", callback.backup_dir
+        what = "restoring a backup"
         # The chief alone would notice no other before the end of training.
-        agreement.meet("the callback BackupAndRestore", what[0])
-        has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), *what)
+        agreement.meet("the callback BackupAndRestore", what)
+        has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), what)
         if has_backup and model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 
@@ -376,7 +376,7 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
             return calls.first_epoch_of(model)
 
         # Only the chief reads, so that all workers continue from the same state, whichever files each of them sees.
-        epoch = agreement.from_chief(restore, *what)
+        epoch = agreement.from_chief(restore, what)
         calls.begin_with_epoch(model, epoch)
         if has_backup:
             model.distribute_strategy.distribution.broadcast(_state(model))
