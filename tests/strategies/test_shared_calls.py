@@ -58,7 +58,9 @@ def compare(one: calls.Call, other: calls.Call, monkeypatch: pytest.MonkeyPatch)
             lambda: fit(made(metrics=["mae"]), epochs=2), "metrics none on worker:0, metrics mae", id="metrics"
         ),
         pytest.param(lambda: fit(epochs=2, callbacks=[EARLY]), "EarlyStopping on worker:1", id="callback"),
-        pytest.param(lambda: fit(made(weights=0.25), epochs=2), "kernel of 2 on worker:0, 1 on worker:1", id="weights"),
+        pytest.param(
+            lambda: fit(made(weights=0.25), epochs=2), "kernel of 0.5 on worker:0, 0.25 on worker:1", id="weights"
+        ),
         pytest.param(lambda: fit(made(rate=0.2), epochs=2), "learning_rate of 0.1 on worker:0, 0.2", id="rate"),
     ],
 )
@@ -80,8 +82,9 @@ def test_call_that_is_the_same_is_compared_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_value_of_a_variable_is_of_few_numbers():
     table = keras.Variable(np.arange(2_000_000.0).reshape(-1, 2), dtype="float32")
-    assert _shared_calls._value(table.value) == pytest.approx([np.linspace(0, 1_999_999, 4).sum()] * 2, rel=1e-3)
-    assert _shared_calls._value(keras.Variable(np.zeros((0, 3))).value) == [0, 0]
+    assert _shared_calls._value(table.value) == pytest.approx([0, 666667, 1333332, 1999999], rel=1e-5)
+    assert _shared_calls._value(keras.Variable(np.zeros((0, 3))).value) == []
+    assert _shared_calls._value(keras.Variable(3.0).value) == [3.0]
 
 
 @pytest.mark.parametrize("is_cancelling", [False, True])
@@ -107,6 +110,7 @@ def test_numbers_that_are_not_finite_differ_from_finite_ones_only():
     assert _shared_calls._difference([[nan, nan], [nan, inf]]) is None
     assert _shared_calls._difference([[1.0, 1.0], [nan, inf]])
     assert _shared_calls._difference([[0.0, 0.0], [0.0, 0.0]]) is None
+    assert _shared_calls._difference([[0.0], [0.0, 0.0]])
 
 
 class Worker:
@@ -147,11 +151,13 @@ def test_structures_and_lengths_that_differ_are_refused():
     # Python that leaves the examples as they are may be on one worker alone.
     slow = rows.map(lambda x, y: tf.numpy_function(lambda *given: given, [x, y], [x.dtype, y.dtype]))
     compare_data(rows, slow.map(lambda x, y: (tf.ensure_shape(x, [None, 2]), y)))
-    with pytest.raises(ValueError, match=r"same structure, dtypes and shapes; .* worker:1: .*float32"):
+    with pytest.raises(
+        ValueError, match=r"the same data set.* elements \('float64', 'float64'\) on worker:0, elements \('float32'"
+    ):
         compare_data(rows, rows.map(lambda x, y: (tf.cast(x, tf.float32), y)))
-    with pytest.raises(ValueError, match=r"remove x\[rank::n\].* Received: 2 batches on worker:0, 1 batches on worker"):
+    with pytest.raises(ValueError, match=r"remove x\[rank::n\].* Received: batches 2 on worker:0, batches 1 on worker"):
         compare_data(rows, rows.shard(2, 0))
-    with pytest.raises(ValueError, match=r"equally many examples.* Received: 2 batches on worker:0, endless batches"):
+    with pytest.raises(ValueError, match=r"the same data set.* Received: batches 2 on worker:0, batches endless"):
         compare_data(rows, rows.repeat())
 
 
@@ -297,10 +303,3 @@ def test_one_file_of_all_workers_is_refused(method: str):
         compare_data(writing("both"), writing("both"))
     in_memory = tf.data.Dataset.range(8).cache().batch(4)
     assert compare_data(in_memory, in_memory) == {_shared_datasets.Division.DEALT}
-
-
-def test_too_few_files_are_told_in_one_line():
-    reason = "Could not apply FILE based sharding: the dataset only has 1 file(s), which is not enough"
-    raised = tf.errors.InvalidArgumentError(None, None, f"Graph execution error:\n\n{reason} for 2\n\t [[node]]")
-    found = str(_shared_datasets.explain(raised))
-    assert found.startswith("dataset: AutoShardPolicy.FILE needs") and found.endswith("the dataset only has 1 file(s)")

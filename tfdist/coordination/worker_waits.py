@@ -35,7 +35,10 @@ _APART = "all workers wait, each in another call"
 PARTED = re.compile(rf"{_APART}: [^\n\"\\]+")
 # Second half of the message of `never`, in that of another error.
 _CAUSE = re.compile(r"as some have ended or failed: (.+)")
-_SAME = "the same number of steps, and set model.stop_training in the same step on all of them"
+_REMEDY = (
+    "every worker must make the same models, calls and steps, in the same order, with the same callbacks: remove the "
+    "`if` around what only some do, and set model.stop_training in the same step on all of them"
+)
 # Cause of a lost worker whose connection is gone.
 LOST = (
     "the connection to it is lost: its process was killed or stopped, or its machine has failed; look at its output "
@@ -172,11 +175,8 @@ def step_of(collectives: str) -> str:
 
 def mismatch(own: WorkerStatus) -> str:
     """Returns the message for a collective for which another worker came with another one."""
-    return (
-        f"{own.doing or A_SUM} on {own.task}: the workers came to different collectives at the same time; every worker "
-        "must make the same models, variables and calls, in the same order: remove the `if` around what only some do, "
-        f"and give all workers {_SAME}"
-    )
+    doing = own.doing or A_SUM
+    return f"{doing} on {own.task}: the workers came to different collectives at the same time; {_REMEDY}"
 
 
 def never(own: WorkerStatus, reasons: Mapping[str, str]) -> str:
@@ -192,9 +192,7 @@ def _of_ended(own: WorkerStatus, ended: Sequence[WorkerStatus]) -> str:
     if failed:
         return never(own, failed)
     names = " and ".join(state.task for state in ended)
-    verb = "has ended" if len(ended) == 1 else "have ended"
-    doing = own.doing or A_SUM
-    return f"{doing} on {own.task} waits for {names}, which {verb}; {_remedy(own.call or doing)}"
+    return f"{own.doing or A_SUM} on {own.task} waits for {names}, which ended; {_REMEDY}"
 
 
 def _of_parted(states: Sequence[WorkerStatus]) -> str:
@@ -212,20 +210,4 @@ def parted(calls: Mapping[str, str]) -> str:
     for task, call in sorted(calls.items()):
         groups[call or "a call outside of Keras"].append(task)
     shown = ", and ".join(f"{' and '.join(tasks)} in {call}" for call, tasks in groups.items())
-    # Most often one worker alone makes a call, and seldom it is fit.
-    fewest = min(groups, key=lambda call: (len(groups[call]), call.startswith("model.fit")))
-    if all(f" ({STEP}" in call for call in groups):
-        remedy = "every worker must make the same step: remove the `if` around what only some do in it"
-    elif len({call.partition(" (")[0] for call in groups}) == 1:
-        remedy = f"give all workers {_SAME}"
-    else:
-        remedy = _remedy(fewest)
-    return f"{_APART}: {shown}; {remedy}"
-
-
-def _remedy(call: str) -> str:
-    # Without the part of the call that is in parentheses.
-    special = {A_SUM: "take part", A_VARIABLE.partition(" (")[0]: "make the same models and variables"}
-    call = call.partition(" (")[0]
-    needed = special.get(call) or (f"have {call}" if call.startswith("the callback") else f"call {call}")
-    return f"every worker must {needed}: remove the `if` around it, and give all workers {_SAME}"
+    return f"{_APART}: {shown}; {_REMEDY}"

@@ -11,7 +11,9 @@ variable show the latter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -38,7 +40,6 @@ _NUMBERS = 4
 # About so many weights are compared where only weights are, as by `predict`.
 _WEIGHTS = 8
 _TOLERANCE = 1e-2
-_REMEDY = "do it on every worker, and remove the `if` around it"
 
 
 def gather_and_compare(agreement: Agreement, value: Any, what: str, is_apart: bool = False) -> dict[Any, Any]:
@@ -53,15 +54,29 @@ def gather_and_compare(agreement: Agreement, value: Any, what: str, is_apart: bo
     Raises:
       ValueError: the workers make the call with different arguments, callbacks, models or weights.
     """
-    call = calls.current()
-    own = None
+    call, own = calls.current(), None
     if call is not None and not call.is_compared and call.kind in ("fit", "evaluate", "predict"):
         own = [_traits(call), [] if is_apart else _values(_variables(call))]
     found = agreement.gather([own, value], what)
-    if call is not None and all(traits is not None for traits, _ in found.values()):
+    of_call = {task: each for task, (each, _) in found.items()}
+    if call is not None and all(of_call.values()):
         call.is_compared = True
-        _check(call, {str(task): traits for task, (traits, _) in found.items()})
+        check_same(
+            f"{call.name}: every worker must make the same call of the same model, as each takes part in every step; "
+            "do it on every worker, and remove the `if` around it",
+            {task: traits for task, (traits, _) in of_call.items()},
+        )
+        _check_values(call, _variables(call), {task: values for task, (_, values) in of_call.items()})
     return {task: value for task, (_, value) in found.items()}
+
+
+def check_same(requirement: str, traits: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Raises ValueError with the requirement for the first trait that differs between workers; by task, by name."""
+    for name in dict.fromkeys(name for each in traits.values() for name in each):
+        shown = [f"{name} {each.get(name, 'none')}" for each in traits.values()]
+        if len(set(shown)) > 1:
+            received = ", ".join(f"{each} on {task}" for each, task in zip(shown, traits, strict=True))
+            raise ValueError(f"{requirement}. Received: {received}")
 
 
 def _traits(call: calls.Call) -> dict[str, str]:
@@ -70,7 +85,7 @@ def _traits(call: calls.Call) -> dict[str, str]:
     if call.kind == "fit":
         found["validation_data"] = "given" if given.get("validation_data") is not None else "none"
     weights = [tuple(weight.shape) for weight in model.trainable_variables] if model.built else []
-    found["trainable weights"] = f"{len(weights)} with {sum(int(np.prod(shape)) for shape in weights)} numbers"
+    found["trainable weights"] = f"{len(weights)} with {sum(map(math.prod, weights))} numbers"
     found["optimizer"] = " and ".join(type(each).__name__ for each in optimizers_of(model)) or "none"
     found["metrics"] = ", ".join(models.names_of_given_metrics(model)) or "none"
     found["steps_per_execution"] = str(model.steps_per_execution)
@@ -93,84 +108,51 @@ def _variables(call: calls.Call, is_after_epoch: bool = False) -> list[Any]:
 
 
 def _values(variables: Sequence[Any]) -> list[list[float]]:
-    """Returns, for each of these variables, the sum of a few of its numbers and that of their absolute values."""
     return [_value(one_replica.copies_of(variable)[0]) for variable in variables]
 
 
 def _value(copy: tf.Variable) -> list[float]:
+    """Returns a few numbers of a variable."""
     if not (isinstance(copy, tf.Variable) and (copy.dtype.is_floating or copy.dtype.is_integer)):
-        return [0.0, 0.0]
+        return []
     # Rows are gathered, as a whole table might be copied when it is read.
-    if copy.shape.rank and (count := int(copy.shape[0])):
-        numbers = tf.gather(copy, np.linspace(0, count - 1, min(count, _NUMBERS), dtype=np.int64)).numpy().ravel()
-    else:
-        numbers = np.ravel(copy.numpy())
-    some = np.asarray(
-        numbers[np.linspace(0, len(numbers) - 1, min(len(numbers), _NUMBERS), dtype=np.int64)] if len(numbers) else [],
-        np.float64,
-    )
-    return [float(f"{float(np.sum(each)):.6g}") for each in (some, np.abs(some))]
+    numbers = np.ravel(tf.gather(copy, _some(int(copy.shape[0]))) if copy.shape.rank else copy)
+    return [float(f"{number:.6g}") for number in numbers[_some(len(numbers))].astype(np.float64)]
 
 
-def _check(call: calls.Call, found: Mapping[str, Any]) -> None:
-    traits = {task: each[0] for task, each in found.items()}
-    for name in dict.fromkeys(name for each in traits.values() for name in each):
-        shown = {task: each.get(name, "none") for task, each in traits.items()}
-        if len(set(shown.values())) > 1:
-            received = ", ".join(f"{name} {text} on {task}" for task, text in shown.items())
-            raise ValueError(
-                f"{call.name}: every worker must make the same call of the same model, as each takes part in every "
-                f"step; {_REMEDY}. Received: {received}"
-            )
-    _check_values(call, _variables(call), {task: each[1] for task, each in found.items()})
+def _some(count: int) -> np.ndarray:
+    return np.linspace(0, count - 1, min(count, _NUMBERS), dtype=np.int64)
 
 
-def _check_values(call: calls.Call, variables: Sequence[Any], values: Mapping[str, Any]) -> None:
+def _check_values(call: calls.Call, variables: Sequence[Any], values: Mapping[Any, Any]) -> None:
     # Names of variables may differ: they have running numbers.
-    for variable, *pairs in zip(variables, *values.values(), strict=False):
-        if difference := _difference(pairs):
-            what, numbers = difference
-            received = ", ".join(f"{number:g} on {task}" for task, number in zip(values, numbers, strict=True))
+    for variable, *numbers in zip(variables, *values.values(), strict=False):
+        if differing := _difference(numbers):
+            received = ", ".join(f"{number:g} on {task}" for task, number in zip(values, differing, strict=True))
             raise ValueError(
-                f"{call.name}: the workers' models differ, and would diverge; set and load weights, and set "
-                f"the learning rate, on every worker. Received: {what} over {variable.path} of {received}"
+                f"{call.name}: the workers' models differ, and would diverge; set and load weights, and set the "
+                f"learning rate, on every worker. Received: a number of {variable.path} of {received}"
             )
 
 
-def _difference(pairs: Sequence[Sequence[float]]) -> tuple[str, list[float]] | None:
-    """Returns what differs, and this number of each worker; None if a variable is the same on all of them."""
-    sums, sizes = np.asarray(pairs, np.float64).T
-    are_finite = np.isfinite(sizes)
-    if not are_finite.all():
-        return ("a sum", sums.tolist()) if are_finite.any() else None
-    # Positive and negative numbers may cancel to about 0, and rounding is large beside such a sum, but not beside this.
-    most = _TOLERANCE * np.max(sizes)
-    for what, numbers in (("a sum", sums), ("a sum of absolute values", sizes)):
-        if np.ptp(numbers) > most:
-            return what, numbers.tolist()
+def _difference(numbers: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
+    """Returns the first number of a variable that differs, of each worker; None if all are the same."""
+    # A small number may be the rest of large ones, whose rounding it has.
+    most = _TOLERANCE * max((abs(each) for one in numbers for each in one if math.isfinite(each)), default=0.0)
+    for each in itertools.zip_longest(*numbers, fillvalue=math.nan):
+        are_finite = [math.isfinite(number) for number in each]
+        if any(are_finite) and not (all(are_finite) and max(each) - min(each) <= most):
+            return each
     return None
 
 
-class Comparing(keras.callbacks.Callback):
-    """Compares a few numbers of the workers' models after each epoch, when other callbacks have made their changes.
-
-    Args:
-      call: the `fit`.
-      agreement: with the other workers.
-      is_apart: returns True while the workers' weights and optimizers may differ.
+def compare_models(call: calls.Call, agreement: Agreement) -> None:
+    """Compares a few numbers of the workers' models after an epoch, when callbacks have made their changes.
 
     Raises:
       ValueError: they differ.
     """
-
-    def __init__(self, call: calls.Call, agreement: Agreement, is_apart: Callable[[], bool]) -> None:
-        super().__init__()
-        self._call, self._agreement, self._is_apart = call, agreement, is_apart
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # A call that the workers have not compared may be this one's alone.
-        if not self._call.is_compared or self._is_apart():
-            return
-        variables = _variables(self._call, is_after_epoch=True)
-        found = self._agreement.gather(_values(variables), "comparing the models")
-        _check_values(self._call, variables, {str(task): values for task, values in found.items()})
+    # A call that the workers have not compared may be this one's alone.
+    if call.is_compared:
+        variables = _variables(call, is_after_epoch=True)
+        _check_values(call, variables, agreement.gather(_values(variables), "comparing the models"))

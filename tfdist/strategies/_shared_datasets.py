@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,19 +36,16 @@ _WAIT_SECS, _LOOK_SECS = 5.0, 0.001
 # Operations that draw at random; those that choose and order examples draw the same on all workers.
 _DRAWING = re.compile(r"Random(?!Shuffle|Dataset|SeedGenerator)|Multinomial")
 _PYTHON = re.compile(r"PyFunc|GeneratorDataset")
-# TensorFlow's words for data that it can't divide by files.
-_NO_FILES = re.compile(r"the dataset only has \d+ file\(s\)|an unshardable source dataset")
 
 _UNORDERED = (
     "each worker has other examples, so predictions would not be in the order of the input; give all workers the same "
     "data set, without shard and without the option"
 )
 _SAME = (
-    "dataset: every worker must be given the same data set, of which it takes its share: {remedy}, seed what is drawn "
-    "at random, or shard it yourself with AutoShardPolicy.OFF. Received: {received}"
+    "dataset: every worker must be given the same data set, of which it takes its share: remove x[rank::n] or "
+    "dataset.shard(...), give shuffle the same seed on all, seed what is drawn at random, or shard it yourself with "
+    "AutoShardPolicy.OFF"
 )
-_UNSHARDED, _EQUALLY_MANY = "remove x[rank::n] or dataset.shard(...)", "read equally many examples on all workers"
-_DIFFERENT = f"{_UNSHARDED}, give shuffle the same seed on all"
 _MAY_DIFFER = (
     "dataset: {received}. Of each batch of its own data each worker uses its part, so of examples that only one worker "
     "has, some are never used: give all workers the same data set, or each its own with "
@@ -99,43 +96,33 @@ def compare(
             "dataset: with AutoShardPolicy.HINT and without dataset.shard(tf.data.experimental.SHARD_HINT, "
             "tf.data.experimental.SHARD_HINT) all workers would use the same examples; leave the option away"
         )
-    kind = f"AutoShardPolicy.{policy.name}"
+    divided_by = f"AutoShardPolicy.{policy.name}"
     if is_handed_out:
-        kind = f"job_name={', '.join(map(repr, inputs.service_jobs(dataset)))} of the tf.data service"
+        divided_by = f"job_name={', '.join(map(repr, inputs.service_jobs(dataset)))} of the tf.data service"
     is_compared = policy in (_POLICY.OFF, _POLICY.FILE, _POLICY.HINT) or not is_watched
     own = {
-        "kind": kind,
+        "divided by": divided_by,
         "files written": inputs.files_written(dataset),
-        "spec": _spec(dataset.element_spec),
-        "batches": int(dataset.cardinality()),
-        # Text that differs where the data sets do, and why it says nothing of the examples.
-        "fingerprint": _fingerprint(dataset) if is_compared else ["", ""],
+        "spec": {"elements": _structure(dataset), "batches": _length(int(dataset.cardinality()))},
+        "fingerprint": _fingerprint(dataset) if is_compared else None,
     }
     found = _shared_calls.gather_and_compare(agreement, own, "comparing the data sets", is_apart)
-
-    def of_all(name: str) -> dict[Any, Any]:
-        return {task: traits[name] for task, traits in found.items()}
-
-    if len({*of_all("kind").values()}) > 1:
-        received = ", ".join(f"{task}: {each}" for task, each in of_all("kind").items())
-        raise ValueError(_SAME.format(remedy=_UNSHARDED, received=received))
-    _common.check_files(of_all("files written"))
-    division = Division.DEALT
+    _shared_calls.check_same(_SAME, {task: {"data divided by": each["divided by"]} for task, each in found.items()})
+    _common.check_files({task: each["files written"] for task, each in found.items()})
+    fingerprints, division = [each["fingerprint"] for each in found.values()], Division.DEALT
     if is_handed_out:
         division = Division.HANDED_OUT
-    elif policy == _POLICY.OFF and _are_own([*of_all("fingerprint").values()]):
+    elif policy == _POLICY.OFF and _are_own(fingerprints):
         division = Division.OWN
     elif policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict):
         # Files have no order, so predictions need all of them on each worker.
         division = Division.TENSORFLOW
     if is_for_predict and division is not Division.DEALT:
-        raise ValueError(f"predict: {_UNORDERED}. Received: {kind}")
-    if division in (Division.OWN, Division.HANDED_OUT):
-        return division
-    _check_specs(of_all("spec"))
-    _check_lengths(of_all("batches"))
-    if len({first for first, _ in of_all("fingerprint").values()}) > 1:
-        _log.say(_OTHER_DATA)
+        raise ValueError(f"predict: {_UNORDERED}. Received: {divided_by}")
+    if division not in (Division.OWN, Division.HANDED_OUT):
+        _shared_calls.check_same(_SAME, {task: each["spec"] for task, each in found.items()})
+        if len({*fingerprints}) > 1:
+            _log.say(_OTHER_DATA)
     return division
 
 
@@ -191,7 +178,7 @@ class SameBatches:
                     received = f"another batch {index} on {self._own} than on {other}"
                     draws, in_python = _operations(dataset)
                     if not (has_quorum or is_partial or draws) and (is_for_predict or not in_python):
-                        raise ValueError(_SAME.format(remedy=_DIFFERENT, received=received))
+                        raise ValueError(f"{_SAME}. Received: {received}")
                     if not is_said and not (draws and is_partial):
                         is_said = True
                         _log.say(_MAY_DIFFER.format(received=received))
@@ -226,15 +213,19 @@ class SameBatches:
         with contextlib.suppress(ConnectionError):  # A step says so.
             for task in self._agreement.tasks:
                 text = self._agreement.receive(f"{key}/{task}", max(_LOOK_SECS, until - time.monotonic()))
-                same = are_same(sums, np.asarray(json.loads(text))) if text else np.array([True])
+                other = np.asarray(json.loads(text)) if text else sums
+                if other.shape != sums.shape:
+                    return str(task), False
+                same = np.abs(other[:, 2:] - sums[:, 2:]).max(1) <= np.maximum(other[:, 1], sums[:, 1])
                 if not all(same):
-                    return str(task), any(_varies(each) for each in sums[same])
+                    # A constant component says nothing of the examples.
+                    return str(task), any(sums[same, 0])
         return None
 
 
 def _sums(batch: Any) -> tf.Tensor:
-    """Returns numbers of each component: its tolerance, size, sum of absolute values, and the sums of its 16 parts."""
-    found = [tf.zeros([3 + _SUMS], tf.float64)]
+    """Returns numbers of each component: 1 if it varies, how much rounding changes a sum, and the sums of 16 parts."""
+    found = [tf.zeros([2 + _SUMS], tf.float64)]
     for leaf in tf.nest.flatten(batch, expand_composites=True):
         if not isinstance(leaf, tf.Tensor) or leaf.dtype in (tf.resource, tf.variant):
             continue
@@ -246,24 +237,10 @@ def _sums(batch: Any) -> tf.Tensor:
         numbers = tf.cast(tf.reshape(leaf, [-1]), tf.float64)
         numbers = tf.where(tf.math.is_finite(numbers), numbers, tf.zeros_like(numbers))
         parts = tf.reshape(tf.pad(numbers, [[0, -tf.size(numbers) % _SUMS]]), [_SUMS, -1])
-        size, total = tf.cast(tf.size(numbers), tf.float64), tf.reduce_sum(tf.abs(numbers))
-        found.append(tf.concat([[tolerance, size, total], tf.reduce_sum(parts, 1)], 0))
+        varies = tf.cast(tf.reduce_max(numbers) > tf.reduce_min(numbers), tf.float64)
+        rounding = tolerance * tf.reduce_sum(tf.abs(numbers)) / _SUMS
+        found.append(tf.concat([[varies, rounding], tf.reduce_sum(parts, 1)], 0))
     return tf.stack(found[1:] or found)
-
-
-def are_same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns, for each component of two batches, if its sums are the same up to rounding; see `_sums`."""
-    if one.shape != other.shape:
-        return np.zeros(len(one), bool)
-    most = one[:, 0] * np.maximum(one[:, 2], other[:, 2]) / _SUMS
-    return (one[:, 1] == other[:, 1]) & (np.abs(one[:, 3:] - other[:, 3:]).max(1) <= most)
-
-
-def _varies(sums: np.ndarray) -> bool:
-    """Returns True if the parts of a component differ: a constant one says nothing of the examples."""
-    size = int(sums[1])
-    full = sums[3 : 3 + size // max(1, -(-size // _SUMS))]
-    return bool(len(full) and np.ptp(full) > sums[0] * sums[2])
 
 
 def _operations(dataset: tf.data.Dataset) -> tuple[bool, bool]:
@@ -273,92 +250,45 @@ def _operations(dataset: tf.data.Dataset) -> tuple[bool, bool]:
 
 
 def explain(error: tf.errors.OpError) -> ValueError | None:
-    """Returns an error of one line if TensorFlow's is about data that differ or can't be divided, else None."""
-    if found := re.search(rf"ValueError: ({_SAME[:50]}.*)", str(error)):
-        return ValueError(found[1])
-    if found := _NO_FILES.search(str(error)):
-        return ValueError(
-            "dataset: AutoShardPolicy.FILE needs a data set that reads files, at least one for each worker; leave the "
-            f"option away: each worker then reads all, and takes its part of each batch. Received: {found[0]}"
-        )
-    return None
+    """Returns an error of one line if TensorFlow's is about data that differ, else None."""
+    found = re.search(rf"ValueError: ({_SAME[:50]}.*)", str(error))
+    return ValueError(found[1]) if found else None
 
 
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Raises the error of `explain` in place of TensorFlow's."""
-    try:
-        yield
-    except tf.errors.OpError as error:
-        raise explain(error) or error from None
-
-
-def _fingerprint(dataset: tf.data.Dataset) -> list[str]:
-    """Returns `DatasetGraph.fingerprint`, and why it says nothing of the examples: "" if it does."""
+def _fingerprint(dataset: tf.data.Dataset) -> str | None:
+    """Returns text that differs where the data sets do; None if that can't be known."""
     try:
         graph = DatasetGraph(dataset)
-        return [graph.fingerprint(), "a Python generator" if graph.is_generated else ""]
-    except Exception as error:  # of an operation, or of a message of more than 2 GiB
-        return ["", f"a data set that can't be compared ({(str(error).splitlines() or [''])[0][:80]})"]
+        return None if graph.is_generated else graph.fingerprint()
+    except Exception:  # of an operation, or of a message of more than 2 GiB
+        return None
 
 
-def _are_own(fingerprints: Sequence[Sequence[str]]) -> bool:
+def _are_own(fingerprints: Sequence[str | None]) -> bool:
     """Returns True if each worker has a data set of its own, and False if all have the same one.
 
     Raises:
       ValueError: some workers have the same one and others not, or it can't be known.
     """
-    different = {text for text, _ in fingerprints}
-    if len(different) == len(fingerprints):
-        return True
-    unknown = next((reason for _, reason in fingerprints if reason), "")
-    if not unknown and len(different) == 1:
-        return False
-    problem = f"{unknown} may be the same on all or not" if unknown else "some have the same and others not"
+    different = {*fingerprints}
+    if None not in different and len(different) in (1, len(fingerprints)):
+        return len(different) > 1
+    problem = "a Python generator, or what is too large, may be" if None in different else "some of the given ones are"
     raise ValueError(
-        f"dataset: with AutoShardPolicy.OFF each worker needs a data set of its own, or all the same, but {problem}; "
-        "leave the option away if all have the same, or give each its own with "
+        f"dataset: with AutoShardPolicy.OFF each worker needs a data set of its own, or all the same, but {problem} "
+        "the same on all or not; leave the option away if all have the same, or give each its own with "
         "strategy.distribute_datasets_from_function(lambda context: dataset)"
     )
-
-
-def _check_lengths(batches: Mapping[Any, int]) -> None:
-    """Raises ValueError if the workers' data sets have different numbers of batches."""
-    if len({*batches.values()}) > 1:
-        shown = ", ".join(f"{_length(count)} batches on {task}" for task, count in batches.items())
-        # Shards of the same data set differ by one at most.
-        is_shard = max(batches.values()) - min(batches.values()) < 2
-        raise ValueError(_SAME.format(remedy=_UNSHARDED if is_shard else _EQUALLY_MANY, received=shown))
 
 
 def _length(count: int) -> str:
     return {tf.data.INFINITE_CARDINALITY: "endless", tf.data.UNKNOWN_CARDINALITY: "unknown"}.get(count, str(count))
 
 
-def _check_specs(specs: Mapping[Any, Any]) -> None:
-    """Raises ValueError if the workers' elements have different structures, dtypes or shapes.
-
-    A function of Python's on one worker alone, such as a map that waits, leaves shapes open.
-    """
-    (structure, shapes), *others = specs.values()
-    if all(
-        other == structure
-        and all(tf.TensorShape(one).is_compatible_with(each) for one, each in zip(shapes, found, strict=True))
-        for other, found in others
-    ):
-        return
-    shown = ", ".join(f"{task}: {structure} of shapes {shapes}" for task, (structure, shapes) in specs.items())
-    raise ValueError(
-        "dataset: every worker must be given the same data set, whose elements have the same structure, dtypes and "
-        f"shapes; make it on every worker by the same lines. Received: {shown}"
-    )
-
-
-def _spec(element_spec: Any) -> list[Any]:
-    """Returns the structure and dtypes of elements, and their shapes, with None for one that is not known."""
-    names = tf.nest.map_structure(lambda each: getattr(getattr(each, "dtype", None), "name", str(each)), element_spec)
-    shapes = [tf.TensorShape(getattr(each, "shape", None)) for each in tf.nest.flatten(element_spec)]
-    return [str(names), [None if shape.rank is None else shape.as_list() for shape in shapes]]
+def _structure(dataset: tf.data.Dataset) -> str:
+    """Returns the structure and dtypes of elements. A function of Python's on one worker alone leaves shapes open."""
+    name_of = lambda each: getattr(getattr(each, "dtype", None), "name", str(each))  # noqa: E731
+    return str(tf.nest.map_structure(name_of, dataset.element_spec))
 
 
 def longest(steps: int, agreement: Agreement, has_policy: bool) -> int:
@@ -375,29 +305,26 @@ def longest(steps: int, agreement: Agreement, has_policy: bool) -> int:
       ValueError: the data of some workers have no end, and those of others have; with a policy, lengths differ.
     """
     found = agreement.gather(steps, "comparing the lengths of the workers' data sets")
-    endless = [task for task, count in found.items() if count == tf.data.INFINITE_CARDINALITY]
-    if endless and len(endless) < len(found):
-        raise ValueError(
-            "distribute_datasets_from_function: the data sets of all workers must have an end, or none; call repeat() "
-            f"on all. Received: endless on {', '.join(map(str, endless))} only"
-        )
-    if has_policy and len(set(found.values())) > 1:
-        raise ValueError(
+    _shared_calls.check_same(
+        "distribute_datasets_from_function: the data sets of all workers must have an end, or none; call repeat() "
+        "on all",
+        {task: {"endless": count == tf.data.INFINITE_CARDINALITY} for task, count in found.items()},
+    )
+    if has_policy:
+        _shared_calls.check_same(
             "dataset: under a policy the workers' own data sets must have equally many batches; give all workers the "
-            "same data set, or call take(number) on each. Received: "
-            + ", ".join(f"{count} batches on {task}" for task, count in found.items())
+            "same data set, or call take(number) on each",
+            {task: {"batches": _length(count)} for task, count in found.items()},
         )
     is_unknown = tf.data.UNKNOWN_CARDINALITY in found.values()
     return tf.data.UNKNOWN_CARDINALITY if is_unknown else max(found.values())
 
 
-def check_shared(dataset: Any, options: Any, kind: str = "a data set of another AutoShardPolicy") -> None:
+def check_shared(dataset: Any, received: str) -> None:
     """Raises ValueError for what a strategy with a policy is given and can't divide, unless it has made it itself."""
-    if isinstance(dataset, DistributedDataset):
-        return
-    received = f"options={options}" if options is not None else kind
-    raise ValueError(
-        "experimental_distribute_dataset: under a policy the batches of a data set are divided among the workers; "
-        "leave options away and its AutoShardPolicy at AUTO or DATA, or give each worker its own with "
-        f"distribute_datasets_from_function. Received: {received}"
-    )
+    if not isinstance(dataset, DistributedDataset):
+        raise ValueError(
+            "experimental_distribute_dataset: under a policy the batches of a data set are divided among the workers; "
+            "leave options away and its AutoShardPolicy at AUTO or DATA, or give each worker its own with "
+            f"distribute_datasets_from_function. Received: {received}"
+        )

@@ -73,6 +73,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
       ConnectionError: the workers do not belong to one job; they have different secrets.
     """
 
+    # Of several workers.
+    _agreement: Agreement
     # `None` without a policy.
     _quorum: QuorumEngine | None = None
     # True for workers of one device each, without a policy: `fit` reads their parts.
@@ -152,7 +154,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         of_workers = {"Compression": self._compressed} if self._compressed else None
         self.distribution.take(policies, self._quorum, self._warming, self._averaging, of_workers=of_workers)
         # Of all that is done at the end of the program the first.
-        _forks.at_exit(self._agreements().end)
+        _forks.at_exit(self._agreement.end)
 
     # Steps of `fit` on workers of one device each, without a policy. On each worker, in one graph:
     #
@@ -199,7 +201,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if distribution is not None and distribution.agreement is not None:
             call.after.append(distribution.agreement.blocked.forget)
             if call.kind == "fit" and call.model.distribute_strategy is self:
-                calls.add_callback(call, _shared_calls.Comparing(call, distribution.agreement, lambda: self._is_apart))
+                calls.add_callback(call, keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: self._compare(call)))
+
+    def _compare(self, call: calls.Call) -> None:
+        if not self._is_apart:
+            _shared_calls.compare_models(call, self._agreement)
 
     def _prepare(self, model: keras.Model) -> None:
         super()._prepare(model)
@@ -216,7 +222,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._is_exclusive = True
         self._trained_alone = f"each of {len(cluster.training_tasks)} workers would train a model of its own"
         addresses = {task: cluster.address(task) for task in cluster.training_tasks}
-        agreement = Agreement(cluster.task, cluster.training_tasks, addresses)
+        agreement = self._agreement = Agreement(cluster.task, cluster.training_tasks, addresses)
         self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
         replicas.note_traced(self, agreement.note_traced)
         agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
@@ -245,7 +251,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _choose_sums(self, communication: str, compression: Any, start_timeout_secs: float) -> None:
         """Chooses what sums tensors over the workers: TensorFlow's collectives or MPI, and codecs for gradients."""
-        agreement = self._agreements()
+        agreement = self._agreement
         found = _communication.connect(communication, agreement, self.extended.worker_devices, start_timeout_secs)
         if found is not None:
             sums = agreement.jointly(found.sum), agreement.jointly(found.gather)
@@ -260,11 +266,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _start_quorum(self, policy: Aggregation, cluster: clusters.Cluster, stall_timeout_secs: float) -> None:
         client, self._quorum_server = _multi_worker_cluster.connect_quorum(
-            policy, cluster, self._agreements(), stall_timeout_secs
+            policy, cluster, self._agreement, stall_timeout_secs
         )
         sums = QuorumSums(self._sum_over_workers, lambda: self._sum_gradients)
         worker = cluster.training_tasks.index(cluster.task)
-        self._quorum = QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreements())
+        self._quorum = QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreement)
         self._quorum.start()
         self.distribution.on_close += [self._quorum_server.close] if self._quorum_server else []
         _forks.at_exit(self.distribution.close)
@@ -278,7 +284,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if composed.warmup:
             # Without a policy for what follows, the number of examples is not known after the phase.
             counted = record if composed.aggregation else lambda update, _: record(update)
-            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, counted, self._agreements())
+            self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, counted, self._agreement)
         if composed.averaging:
             compressed = self._compressed
             of_differences = (lambda: compressed.of_differences) if compressed else None
@@ -333,14 +339,14 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         has_policy = self._quorum or self._averaging or self._warming
         is_dataset = isinstance(dataset, tf.data.Dataset)
         if has_policy and (options is not None or not is_dataset):
-            _shared_datasets.check_shared(dataset, options)
+            _shared_datasets.check_shared(dataset, f"options={options}, {type(dataset).__name__}")
         if count == 1 or not is_dataset:
             return self._left_to_tensorflow(dataset, options)
         splitting.check_batched(dataset.element_spec, count)
         agreement, is_watched = self.distribution.agreement, not self._warming
         division = _shared_datasets.compare(dataset, agreement, _is_for_predict(), self._is_apart, is_watched)
-        if has_policy and division is _shared_datasets.Division.HANDED_OUT:
-            _shared_datasets.check_shared(dataset, None, "a job of the tf.data service, which hands out whole batches")
+        if has_policy and division in (_shared_datasets.Division.HANDED_OUT, _shared_datasets.Division.TENSORFLOW):
+            _shared_datasets.check_shared(dataset, "an AutoShardPolicy or a tf.data service that gives whole batches")
         if division in (_shared_datasets.Division.OWN, _shared_datasets.Division.HANDED_OUT):
             # Each worker's batches are as large as a global one. So each is the examples of a worker for several steps.
             dealt = splitting.deal(dataset, range(count), count).prefetch(count)
@@ -348,10 +354,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             inputs.count_batches_of(epoch_iterator, own)
             return own
         if division is _shared_datasets.Division.TENSORFLOW:
-            if has_policy:
-                _shared_datasets.check_shared(dataset, options)
-            with _shared_datasets.explained():
-                return self._read_directly(super().experimental_distribute_dataset(dataset, options))
+            return self._read_directly(super().experimental_distribute_dataset(dataset, options))
         is_known = int(dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY
         dataset = self._reordered(dataset)
         if options is not None:
@@ -438,16 +441,11 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         # The order in which Keras' predict puts the replicas of several workers together.
         return range(replicas.worker_index(self), self.num_replicas_in_sync, replicas.worker_count(self))
 
-    def _agreements(self) -> Agreement:
-        if self.distribution.agreement is None:
-            raise RuntimeError("this worker trains alone: there are no other workers to agree with")
-        return self.distribution.agreement
-
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return self._sums(tensors)
 
     def _broadcast_from_chief(self, variables: Sequence[Any]) -> None:
-        one_replica.broadcast(variables, self._agreements().is_chief, self._sum_over_workers)
+        one_replica.broadcast(variables, self._agreement.is_chief, self._sum_over_workers)
 
 
 def _is_for_predict() -> bool:
