@@ -16,7 +16,7 @@ import tensorflow as tf
 from overlapping import in_thread
 
 from tfdist.cluster import Task
-from tfdist.coordination import stalls
+from tfdist.coordination import lost_servers, stalls
 from tfdist.coordination.worker_waits import HAS_ENDED, PARTED_SECS, STEP, WorkerStatus, step_of
 from tfdist.engines.agreement import Agreement
 
@@ -130,7 +130,7 @@ def test_lost_connection_is_to_the_worker_that_is_found_soon(agreement: Agreemen
     reset, gone = tf.errors.UnavailableError(None, None, "Connection reset by peer"), iter([[], ["worker:0"]])
     monkeypatch.setattr(agreement, "peek", lambda key: None)
     monkeypatch.setattr(agreement, "lost", dict)
-    monkeypatch.setattr(agreement, "gone", lambda tasks: next(gone, []))
+    monkeypatch.setattr(lost_servers, "refused", lambda addresses: next(gone, []))
     assert "worker:0 (the connection to it" in str(agreement.failure_behind(reset))
     assert agreement.failure_behind(reset) is None
     # A quorum server knows of which worker it has lost the connection.

@@ -285,7 +285,7 @@ def test_job_of_the_data_service_hands_out_whole_batches():
         distribute = service.distribute(service.ShardingPolicy.OFF, dispatcher.target, job_name=job_name)
         return tf.data.Dataset.range(8).batch(4).apply(distribute).map(lambda batch: batch + 1)
 
-    assert compare_data(prepared("train"), prepared("train")) == {_shared_datasets.Division.HANDED_OUT}
+    assert compare_data(prepared("train"), prepared("train")) == {_shared_datasets.Division.OWN}
     with pytest.raises(ValueError, match=r"^dataset: without a job_name .* give all workers the same job_name"):
         compare_data(prepared(None), prepared(None))
     with pytest.raises(ValueError, match=r"job_name='other' of the tf\.data service"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds parameter servers that no longer accept connections.
+"""Finds processes that no longer accept connections: parameter servers, and workers.
 
 An error that reaches the chief in a step names a connection at best, and often not whose. A server whose process has
 ended refuses connections at once, so all are probed at the same time.
@@ -10,12 +10,15 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tfdist import _sockets
 
 # Longest wait for an answer: a live host accepts or refuses sooner, a host without power takes the whole time.
 _ANSWER_SECS = 5.0
+# The same for an address that only counts if it refuses.
+_PROBE_SECS = 0.2
 _ENDING_SECS = 1.0
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
@@ -38,12 +41,7 @@ def describe_lost(servers: Mapping[int, str], is_suspected: bool = False) -> str
 
 
 def _described(servers: Mapping[int, str]) -> str | None:
-    pool = concurrent.futures.ThreadPoolExecutor(min(32, len(servers)), "tfdist-lost-servers")
-    try:
-        found = list(pool.map(_is_lost, servers.values()))
-    finally:
-        pool.shutdown(wait=False)
-    lost = [f"ps:{index} ({servers[index]})" for index, is_lost in zip(servers, found, strict=True) if is_lost]
+    lost = [f"ps:{index} ({servers[index]})" for index in _found(servers, _is_lost)]
     if not lost:
         return None
     gone = "is lost, and its variables with it" if len(lost) == 1 else "are lost, and their variables with them"
@@ -59,6 +57,16 @@ def _is_lost(address: str) -> bool:
     return isinstance(error, ConnectionRefusedError | TimeoutError) or getattr(error, "errno", None) in _UNREACHABLE
 
 
-def is_refused(address: str, timeout_secs: float) -> bool:
-    """Returns True if the host is there, and no process of it accepts connections at a valid address."""
-    return isinstance(_sockets.connection_error(address, timeout_secs), ConnectionRefusedError)
+def refused(addresses: Mapping[str, str]) -> list[str]:
+    """Returns the names whose hosts are there, and have no process that accepts connections at a valid address."""
+    error_of = lambda address: _sockets.connection_error(address, _PROBE_SECS)  # noqa: E731
+    return _found(addresses, lambda address: isinstance(error_of(address), ConnectionRefusedError))
+
+
+def _found(addresses: Mapping[Any, str], is_lost: Callable[[str], bool]) -> list[Any]:
+    """Returns the names for whose addresses the function, called for all at the same time, returns True."""
+    pool = concurrent.futures.ThreadPoolExecutor(min(32, len(addresses) or 1), "tfdist-lost-servers")
+    try:
+        return [name for name, found in zip(addresses, pool.map(is_lost, addresses.values()), strict=True) if found]
+    finally:
+        pool.shutdown(wait=False)

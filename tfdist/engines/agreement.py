@@ -32,7 +32,6 @@ from tfdist.cluster import Task
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
 from tfdist.coordination import keepalive, lost_servers, stalls, worker_waits
-from tfdist.coordination.usage import Usage
 from tfdist.coordination.worker_waits import WorkerStatus
 
 # Timeout of one read from the service, during which Python can't deliver Ctrl-C; and of text that may not be there.
@@ -46,8 +45,6 @@ _LOOK_EVERY_SECS = 1.0
 _WORKERS_PER_LOOK = 20
 # On GPUs a step computes while the process is idle.
 _IDLE_SECS_ON_GPU = 60.0
-# Longest wait for a connection to a task, and for those to all.
-_PROBE_SECS, _PROBES_SECS = 0.2, 1.0
 # The first exchange, whose text stays.
 SEEDING = "agreeing on a random seed"
 # Errors of TensorFlow's by which collectives end where other workers have ended or failed.
@@ -85,12 +82,11 @@ class Agreement:
 
     def __init__(self, task: Task, tasks: Sequence[Task], addresses: Mapping[Task, str] = {}) -> None:
         self.task, self.tasks = task, tuple(tasks)
-        self._addresses = dict(addresses)
+        self._addresses = {str(each): address for each, address in addresses.items()}
         self._others = tuple(each for each in self.tasks if each != task)
         # Number of exchanges so far: the same on all workers between them.
         self.count = 0
-        # True once the chief has made its first broadcast; time since when the service has not answered.
-        self._has_answered = False
+        # Time since when the service has not answered.
         self._silent_since: float | None = None
         # Returns True for an exception that the other workers know of without being told. TensorFlow's collectives tell
         # them of TensorFlow's errors; what came from another worker is known there.
@@ -103,13 +99,13 @@ class Agreement:
         # The functions with collectives, by the line of the program that calls them.
         self._functions: dict[str, context.CollectiveFunction] = {}
         # Outcome of the program, once it has ended.
-        self._ended, self._process = "", os.getpid()
+        self.ended, self._process = "", os.getpid()
         # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
         self.failure: Exception | None = None
         # Number of calls of `from_chief_at`, by place.
         self._numbers: collections.Counter[str] = collections.Counter()
-        self._sample: Callable[[], Usage] | None = None
-        self._known_usage = dict[str, Usage]()
+        # Called once a second.
+        self.on_look: Callable[[], object] = lambda: None
         # The main thread publishes the end, and takes reasons; another one looks.
         self._lock = threading.Lock()
         self._all_waits = worker_waits.Waits([str(each) for each in self._others])
@@ -130,7 +126,7 @@ class Agreement:
         return os.getpid() == self._process
 
     def start(self, has_gpus: bool) -> None:
-        """Starts to look after the waits of this worker, until the program ends."""
+        """Starts to look after the waits of this worker, until the program ends; after the first exchange."""
         self._idle_secs = _IDLE_SECS_ON_GPU if has_gpus else 0.0
         self.reporter.start()
         self._thread.start()
@@ -175,18 +171,27 @@ class Agreement:
     def from_chief_at(self, place: str, name: str, value: Callable[[], Any], what: str) -> Any:
         """Like `from_chief`, in a call that the chief may also make alone: it has no number, and never waits.
 
-        The n-th call of a name takes the result of the chief's n-th call of that name at the same place of the program:
-        `place` after the same number of exchanges. Where the chief has made no such call, a worker's n-th call of any
-        name takes the result of the chief's n-th of any.
+        The others take the result of the chief's call of the same name at the same place of the program. That is
+        `place` after the same number of exchanges; of several such calls, the n-th takes the result of the n-th. Where
+        the chief has made no call of this name, that is its last call of any name, once this has ended.
         """
-        place = f"{self.count}/{place}"
-        keys = []
-        for each in (f"{place}/{name}", place):
-            self._numbers[each] += 1
-            keys.append(f"tfdist/at/{each}/{self._numbers[each]}")
-        return self._give(value, *keys) if self.is_chief else self._receive(keys[0], what, otherwise=keys[1])
+        place = f"tfdist/at/{self.count}/{place}"
+        named = f"{place}/named/{name}"
+        self._numbers.update((place, named))
+        number, key = self._numbers[place], f"{named}/{self._numbers[named]}"
+        if self.is_chief:
+            self._set(f"{place}/begun/{number}", None)
+            return self._give(value, key, f"{place}/ended/{number}")
 
-    def _receive(self, key: str, what: str, number: int = 0, otherwise: str = "") -> Any:
+        def of_any_name() -> str | None:
+            last = number
+            while self._ask(f"{place}/begun/{last + 1}", _PEEK_MS) is not None:
+                last += 1
+            return self._ask(f"{place}/ended/{last}", _PEEK_MS)
+
+        return self._receive(key, what, otherwise=of_any_name)
+
+    def _receive(self, key: str, what: str, number: int = 0, otherwise: Callable[[], str | None] = lambda: None) -> Any:
         result = json.loads(self._get(key, what, number, self.tasks[:1], otherwise))
         if "error" in result:
             # The same kind on all workers, so that a script's `except OSError` works on all of them.
@@ -205,37 +210,12 @@ class Agreement:
                 self._set(key, result)
         return result["value"]
 
-    # Counters of all workers' processes, such as bytes sent.
-
-    def share_usage(self, sample: Callable[[], Usage]) -> None:
-        """Posts the counters of this process, as `sample` returns them, from now on about once a second."""
-        self._sample = sample
-
-    def usage(self) -> dict[str, Usage]:
-        """Returns the counters of each worker that has posted some, by its name in reports; of this one as of now.
-
-        Any thread may call it, at any time, without the other workers.
-        """
-        found: dict[str, Usage] = {}
-        for index, task in enumerate(self.tasks):
-            if task == self.task and self._sample is not None:
-                found[f"worker:{index}"] = self._sample()
-            # The service ends with the program.
-            elif not self._ended and (text := self.peek(f"usage/{task}")) is not None:
-                found[f"worker:{index}"] = Usage.from_json(text)
-        # One new dictionary: two threads may ask at a time.
-        self._known_usage = {**self._known_usage, **found}
-        return dict(sorted(self._known_usage.items(), key=lambda each: int(each[0].partition(":")[2])))
-
     # The key-value store.
 
-    def publish(self, key: str, value: str) -> bool:
-        """Stores text under a key for all workers; returns False if the key exists, or the service is gone."""
-        try:
+    def publish(self, key: str, value: str) -> None:
+        """Stores text under a key for all workers; does nothing if the key exists, or the service is gone."""
+        with contextlib.suppress(tf.errors.OpError):
             context.set_key(f"tfdist/published/{key}", value)
-        except tf.errors.OpError:
-            return False
-        return True
 
     def post(self, key: str, value: str) -> None:
         """Stores text under a key in place of what is there; does nothing if the service is gone. Thread-safe."""
@@ -268,16 +248,18 @@ class Agreement:
     def _set(self, key: str, value: Any) -> None:
         context.set_key(key, json.dumps(value))
 
-    def _get(self, key: str, what: str, number: int, awaited: Sequence[Task], otherwise: str = "") -> str:
+    def _get(
+        self,
+        key: str,
+        what: str,
+        number: int,
+        awaited: Sequence[Task],
+        otherwise: Callable[[], str | None] = lambda: None,
+    ) -> str:
         with self.joint(what, number, awaited), self.reporter.waiting(what):
-            while True:
-                found = self._ask(key, _ASK_MS)
-                if found is None and otherwise:
-                    found = self._ask(otherwise, _PEEK_MS)
-                if found is not None:
-                    self._has_answered = True
-                    return found
+            while (found := self._ask(key, _ASK_MS) or otherwise()) is None:
                 self.check()
+            return found
 
     def _ask(self, key: str, timeout_ms: int) -> str | None:
         """Returns the text under a key, None if there is none yet; raises ConnectionError if the service is gone."""
@@ -436,10 +418,9 @@ class Agreement:
         Raises:
           ConnectionError: the service does not answer.
         """
-        if not self.service_answers():
-            return {}
         try:
-            states = context.errors_of_tasks(collections.Counter(task.type for task in self.tasks))
+            jobs = collections.Counter(task.type for task in self.tasks)
+            states = context.errors_of_tasks(jobs) if self.service_answers() else {}
         except tf.errors.OpError as error:
             raise self._service_lost(error) from None
         return {
@@ -447,17 +428,6 @@ class Agreement:
             for task, text in states.items()
             if task != str(self.task)
         }
-
-    def gone(self, tasks: Sequence[Task]) -> list[str]:
-        """Returns those of the tasks whose process has ended: their hosts refuse connections. Takes a second at most.
-
-        The service knows of such a task only once its heartbeats have been missing for 10 s.
-        """
-        until, found = time.monotonic() + _PROBES_SECS, []
-        for task in tasks:
-            if task in self._addresses and time.monotonic() < until:
-                found += [str(task)] if lost_servers.is_refused(self._addresses[task], _PROBE_SECS) else []
-        return found
 
     def service_answers(self) -> bool:
         """Returns False if the service does not answer now; raises ConnectionError if it has not for long.
@@ -467,14 +437,13 @@ class Agreement:
         """
         now = time.monotonic()
         if self._ask(f"tfdist/1/{SEEDING}", _ASK_MS) is not None:
-            self._silent_since, self._has_answered = None, True
+            self._silent_since = None
             return True
-        if self._has_answered:
-            self._silent_since = self._silent_since or now
-            if now - self._silent_since >= keepalive.LOST_SECS:
-                silence = f"has not answered for {keepalive.LOST_SECS:g} s"
-                raise self._chief_lost(f"it has the coordination service, and {silence}")
-        return False
+        self._silent_since = self._silent_since or now
+        if now - self._silent_since < keepalive.LOST_SECS:
+            return False
+        silence = f"has not answered for {keepalive.LOST_SECS:g} s"
+        raise self._chief_lost(f"it has the coordination service, and {silence}")
 
     # The thread that looks.
 
@@ -485,8 +454,7 @@ class Agreement:
             with contextlib.suppress(Exception):
                 self._look()
             with contextlib.suppress(Exception):
-                if self._sample is not None:
-                    self.post(f"usage/{self.task}", self._sample().to_json())
+                self.on_look()
 
     def _look(self) -> None:
         """Publishes this worker's status while it waits, and fails its wait if that can't end."""
@@ -512,7 +480,7 @@ class Agreement:
     def _error(self, own: WorkerStatus, awaited: Sequence[Task]) -> Exception | None:
         with self._lock:
             status, is_waiting = self._all_waits.look(own, time.monotonic())
-            if status is not None and not self._ended and (not is_waiting or self.service_answers()):
+            if status is not None and not self.ended and (not is_waiting or self.service_answers()):
                 self.post(f"state/{self.task}", status.to_json())
         return self._loss(own, awaited) if is_waiting else None
 
@@ -530,7 +498,9 @@ class Agreement:
             reason = self._all_waits.reason(own, names)
         if not reason:
             lost = {task: text for task, text in self.lost().items() if task in names}
-            lost = lost or dict.fromkeys(self.gone(awaited), worker_waits.LOST)
+            # The service knows of a task that has ended only once its heartbeats have been missing for 10 s.
+            addresses = {name: self._addresses[name] for name in names if name in self._addresses}
+            lost = lost or dict.fromkeys(lost_servers.refused(addresses), worker_waits.LOST)
             reason = worker_waits.never(own, lost) if lost else None
         return self._failed(reason) if reason else None
 
@@ -554,11 +524,11 @@ class Agreement:
 
     def end(self, how: str = worker_waits.HAS_ENDED) -> None:
         """Tells the other workers that this one makes no more calls; done at the end of the program."""
-        if self._ended or not self.is_of_this_process:
+        if self.ended or not self.is_of_this_process:
             return
         with self._lock, contextlib.suppress(ConnectionError):
             # Nothing is published after it. Storing has no time limit.
-            self._ended = how
+            self.ended = how
             if self.service_answers():
                 self.post(f"state/{self.task}", WorkerStatus(str(self.task), ended=how).to_json())
 
@@ -573,7 +543,7 @@ class Agreement:
 
     def _leave(self) -> None:
         self.end()
-        if self.is_chief and self._ended == worker_waits.HAS_ENDED:
+        if self.is_chief and self.ended == worker_waits.HAS_ENDED:
             self._await_others()
         self.close()
 

@@ -12,6 +12,7 @@ import random
 import secrets
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tfdist.compat.tensorflow import context
 from tfdist.coordination import keepalive, rendezvous
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import QuorumServer
+from tfdist.coordination.usage import Usage
 from tfdist.engines.agreement import SEEDING, Agreement
 from tfdist.launchers.supervise.notices import check_none_ended
 from tfdist.policies.base import Aggregation
@@ -109,6 +111,27 @@ def _random_state() -> dict[str, Any]:
     }
 
 
+def share_usage(agreement: Agreement, own: Callable[[], Usage]) -> Callable[[], dict[str, Usage]]:
+    """Posts the counters of this process, such as bytes sent, every second, from now on.
+
+    Returns:
+      A function for any thread that returns the counters of each worker that has posted some, by its name in reports.
+    """
+    known: dict[int, Usage] = {}
+    agreement.on_look = lambda: agreement.post(f"usage/{agreement.task}", own().to_json())
+
+    def usage() -> dict[str, Usage]:
+        for index, task in enumerate(agreement.tasks):
+            if task == agreement.task:
+                known[index] = own()
+            # The service ends with the program.
+            elif not agreement.ended and (text := agreement.peek(f"usage/{task}")) is not None:
+                known[index] = Usage.from_json(text)
+        return {f"worker:{index}": each for index, each in sorted(known.copy().items())}
+
+    return usage
+
+
 def tell_others_of_errors(agreement: Agreement) -> None:
     """Lets an exception that ends this process end the others too, at once and with its message.
 
@@ -166,27 +189,21 @@ def connect_quorum(
 
     Returns:
       This worker's client, and on the chief the server.
-
-    Raises:
-      ConnectionError: another worker was given a secret, and this one was not.
     """
     tasks, server = cluster.training_tasks, None
-    names, own = [str(task) for task in tasks], os.environ.get(clusters.JOB_SECRET_VARIABLE)
+    names, given = [str(task) for task in tasks], os.environ.get(clusters.JOB_SECRET_VARIABLE)
 
     def start_server() -> dict[str, Any]:
         nonlocal server
-        secret = own or secrets.token_hex(32)
+        secret = given or secrets.token_hex(32)
         server = QuorumServer(policy, names, secret.encode())
         server.start()
         _forks.at_exit(server.close)
-        return {"port": server.port, "secret": None if own else secret}
+        return {"port": server.port, "secret": None if given else secret}
 
     opened = agreement.from_chief(start_server, "starting the quorum server")
-    secret = opened["secret"] or own
-    if secret is None:
-        raise ConnectionError(
-            f"{clusters.JOB_SECRET_VARIABLE} is set on {names[0]} and not here; give all workers the same, or none"
-        )
+    # `join_workers` has found that all have the same, or none.
+    secret = given or opened["secret"]
     worker, (host, _) = tasks.index(cluster.task), _sockets.split_address(cluster.address(tasks[0]))
     # The chief's own name may mean nothing on its own machine.
     host = host if worker else "localhost"

@@ -61,19 +61,22 @@ class Division(enum.Enum):
     """Division of the batches of a data set.
 
     DEALT: all have the same data set, and each worker takes its part of every batch.
-    OWN: each worker has a data set of its own, of which it uses everything.
-    HANDED_OUT: a service gives each batch to one worker, which uses everything that it gets.
+    OWN: each worker has batches of its own, or a service gives each batch to one; a worker uses all that it gets.
     TENSORFLOW: TensorFlow's auto-sharding gives each worker its files, or its shard.
     """
 
     DEALT = enum.auto()
     OWN = enum.auto()
-    HANDED_OUT = enum.auto()
     TENSORFLOW = enum.auto()
 
 
 def compare(
-    dataset: tf.data.Dataset, agreement: Agreement | None, is_for_predict: bool, is_apart: bool, is_watched: bool = True
+    dataset: tf.data.Dataset,
+    agreement: Agreement | None,
+    is_for_predict: bool,
+    is_apart: bool,
+    is_watched: bool = True,
+    has_policy: bool = False,
 ) -> Division:
     """Compares the workers' data sets, and returns how the workers divide them; by the auto-shard policy.
 
@@ -83,6 +86,7 @@ def compare(
       is_for_predict: predictions must be in the order of the input.
       is_apart: see `_shared_calls.gather_and_compare`.
       is_watched: the batches are compared as they are read (`SameBatches`); else what the data set was made by is.
+      has_policy: a policy decides about updates or replicas, which needs the batches of a data set that all have.
 
     Raises:
       ValueError: the workers' data sets don't go together, it can't be known which examples each worker has, or
@@ -110,16 +114,16 @@ def compare(
     _shared_calls.check_same(_SAME, {task: {"data divided by": each["divided by"]} for task, each in found.items()})
     _common.check_files({task: each["files written"] for task, each in found.items()})
     fingerprints, division = [each["fingerprint"] for each in found.values()], Division.DEALT
-    if is_handed_out:
-        division = Division.HANDED_OUT
-    elif policy == _POLICY.OFF and _are_own(fingerprints):
+    if is_handed_out or (policy == _POLICY.OFF and _are_own(fingerprints)):
         division = Division.OWN
     elif policy == _POLICY.HINT or (policy == _POLICY.FILE and not is_for_predict):
         # Files have no order, so predictions need all of them on each worker.
         division = Division.TENSORFLOW
     if is_for_predict and division is not Division.DEALT:
         raise ValueError(f"predict: {_UNORDERED}. Received: {divided_by}")
-    if division not in (Division.OWN, Division.HANDED_OUT):
+    if has_policy and (is_handed_out or division is Division.TENSORFLOW):
+        check_shared(dataset, divided_by)
+    if division is not Division.OWN:
         _shared_calls.check_same(_SAME, {task: each["spec"] for task, each in found.items()})
         if len({*fingerprints}) > 1:
             _log.say(_OTHER_DATA)

@@ -225,8 +225,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         agreement = self._agreement = Agreement(cluster.task, cluster.training_tasks, addresses)
         self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
         replicas.note_traced(self, agreement.note_traced)
-        agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
         _multi_worker_cluster.share_random_state(agreement)
+        agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
         self._same_batches = _shared_datasets.SameBatches(agreement)
         saving.write_by_chief()
         saving.share_checkpoints(str(cluster.task))
@@ -238,8 +238,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self.distribution.on_close += [escape.uninstall, agreement.close]
         self.distribution.job = agreement.from_chief(lambda: secrets.token_hex(8), "naming the job")
         self.distribution.replicas = [agreement.tasks.index(agreement.task)]
-        agreement.share_usage(self.distribution.own_usage)
-        self.distribution.usage = agreement.usage
+        self.distribution.usage = _multi_worker_cluster.share_usage(agreement, self.distribution.own_usage)
 
     def _check_devices(self, policy: Any) -> None:
         count = len(self.extended.worker_devices)
@@ -343,11 +342,15 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if count == 1 or not is_dataset:
             return self._left_to_tensorflow(dataset, options)
         splitting.check_batched(dataset.element_spec, count)
-        agreement, is_watched = self.distribution.agreement, not self._warming
-        division = _shared_datasets.compare(dataset, agreement, _is_for_predict(), self._is_apart, is_watched)
-        if has_policy and division in (_shared_datasets.Division.HANDED_OUT, _shared_datasets.Division.TENSORFLOW):
-            _shared_datasets.check_shared(dataset, "an AutoShardPolicy or a tf.data service that gives whole batches")
-        if division in (_shared_datasets.Division.OWN, _shared_datasets.Division.HANDED_OUT):
+        division = _shared_datasets.compare(
+            dataset,
+            self.distribution.agreement,
+            _is_for_predict(),
+            self._is_apart,
+            is_watched=not self._warming,
+            has_policy=bool(has_policy),
+        )
+        if division is _shared_datasets.Division.OWN:
             # Each worker's batches are as large as a global one. So each is the examples of a worker for several steps.
             dealt = splitting.deal(dataset, range(count), count).prefetch(count)
             own = self.distribute_datasets_from_function(lambda context: dealt, options)
