@@ -78,7 +78,8 @@ class WorkerStatus:
     @property
     def doing(self) -> str:
         """Name of the worker's call, for messages."""
-        return f"{self.call} ({self.what})" if self.call and self.what else self.call or self.what
+        part = self.what or self.part
+        return f"{self.call} ({part})" if self.call and part else self.call or self.what
 
     def to_json(self) -> str:
         """Returns the status as text."""
@@ -141,14 +142,16 @@ class Waits:
           awaited: names of the tasks that it waits for.
         """
         others = [self._current(each) for each in self._others.values()]
-        ended = [each for each in others if each.ended and each.task in awaited]
+        ended = {each.task: each.ended for each in others if each.ended and each.task in awaited}
+        if failed := {task: how for task, how in ended.items() if how != HAS_ENDED}:
+            return never(own, failed)
         if ended:
-            return _of_ended(own, ended)
+            return f"{own.doing or A_SUM} on {own.task} waits for {' and '.join(ended)}, which ended; {_REMEDY}"
         # A worker that has ended, and is not awaited, makes no call any more that could end the waits of the others.
         living = [own, *(each for each in others if not each.ended)]
         if any(each.blocked_secs < PARTED_SECS for each in living) or _are_together(living):
             return None
-        return _of_parted(living)
+        return parted({each.task: each.doing for each in living})
 
     def failed(self, now: float) -> None:
         """Notes that a wait has failed, from `reason` or of a lost worker."""
@@ -185,23 +188,6 @@ def never(own: WorkerStatus, reasons: Mapping[str, str]) -> str:
     # A worker that has failed because of another one shows that one.
     shown = [found[1] if (found := _CAUSE.search(text)) else f"{task} ({text})" for task, text in reasons.items()]
     return f"{wait}, as some have ended or failed: {'; '.join(dict.fromkeys(shown))}"
-
-
-def _of_ended(own: WorkerStatus, ended: Sequence[WorkerStatus]) -> str:
-    failed = {state.task: state.ended for state in ended if not state.ended.startswith(HAS_ENDED)}
-    if failed:
-        return never(own, failed)
-    names = " and ".join(state.task for state in ended)
-    return f"{own.doing or A_SUM} on {own.task} waits for {names}, which ended; {_REMEDY}"
-
-
-def _of_parted(states: Sequence[WorkerStatus]) -> str:
-    """Message for workers that wait in different calls, or parts of one."""
-    if len({state.place for state in states}) == 1:
-        return parted(
-            {each.task: f"{each.doing} ({each.part})" if each.doing and each.part else each.doing for each in states}
-        )
-    return parted({state.task: state.doing for state in states})
 
 
 def parted(calls: Mapping[str, str]) -> str:

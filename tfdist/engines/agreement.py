@@ -56,6 +56,7 @@ _ERRORS_OF_COLLECTIVES = (
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
 # The service's text for a task that it has not heard of.
 _SILENT = "heartbeat timeout"
+_Find = Callable[[], str | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -191,7 +192,7 @@ class Agreement:
 
         return self._receive(key, what, otherwise=of_any_name)
 
-    def _receive(self, key: str, what: str, number: int = 0, otherwise: Callable[[], str | None] = lambda: None) -> Any:
+    def _receive(self, key: str, what: str, number: int = 0, otherwise: _Find = lambda: None) -> Any:
         result = json.loads(self._get(key, what, number, self.tasks[:1], otherwise))
         if "error" in result:
             # The same kind on all workers, so that a script's `except OSError` works on all of them.
@@ -248,14 +249,7 @@ class Agreement:
     def _set(self, key: str, value: Any) -> None:
         context.set_key(key, json.dumps(value))
 
-    def _get(
-        self,
-        key: str,
-        what: str,
-        number: int,
-        awaited: Sequence[Task],
-        otherwise: Callable[[], str | None] = lambda: None,
-    ) -> str:
+    def _get(self, key: str, what: str, number: int, awaited: Sequence[Task], otherwise: _Find = lambda: None) -> str:
         with self.joint(what, number, awaited), self.reporter.waiting(what):
             while (found := self._ask(key, _ASK_MS) or otherwise()) is None:
                 self.check()
