@@ -6,10 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import socket
 import threading
-from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -17,7 +15,7 @@ from overlapping import in_thread
 
 from tfdist.cluster import Task
 from tfdist.coordination import lost_servers, stalls
-from tfdist.coordination.worker_waits import HAS_ENDED, PARTED_SECS, STEP, WorkerStatus, step_of
+from tfdist.coordination.worker_waits import PARTED_SECS, STEP, WorkerStatus, step_of
 from tfdist.engines.agreement import Agreement
 
 TASKS = [Task("worker", 0), Task("worker", 1)]
@@ -36,22 +34,12 @@ def test_status_after_the_end_is_not_published(agreement: Agreement, monkeypatch
     monkeypatch.setattr(agreement, "service_answers", lambda: True)
     monkeypatch.setattr(agreement, "lost", dict)
     own = WorkerStatus("worker:1", "model.fit", blocked_secs=PARTED_SECS)
-    agreement._error(own, TASKS[:1])
+    monkeypatch.setattr(agreement, "state", lambda *_: (own, TASKS[:1]))
+    agreement._look()
     agreement.end()
     # Of the thread that has begun to look before the end.
-    agreement._error(own, TASKS[:1])
+    agreement._look()
     assert len(posted) == 2 and "has ended" in posted[-1]
-
-
-def test_end_of_a_forked_copy_is_no_end_of_the_worker(agreement: Agreement, monkeypatch: pytest.MonkeyPatch):
-    posted: list[str] = []
-    monkeypatch.setattr(agreement, "post", lambda key, text: posted.append(text))
-    monkeypatch.setattr(agreement, "service_answers", lambda: True)
-    with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
-        agreement._leave()
-    assert posted == []
-    agreement.end()
-    assert len(posted) == 1 and HAS_ENDED in posted[0]
 
 
 def test_worker_that_saw_the_parting_first_tells_others_by_its_end(

@@ -17,7 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import threading
 import time
@@ -27,7 +26,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import _forks
 from tfdist.cluster import Task
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
@@ -61,10 +59,7 @@ _Find = Callable[[], str | None]
 
 @dataclasses.dataclass(eq=False)
 class _Wait:
-    """A wait of this process for other workers: its status, and the tasks that are waited for.
-
-    `failure` is why it can't end, once that is known.
-    """
+    """A wait of this process for other workers; `failure` is why it can't end, once that is known."""
 
     status: WorkerStatus
     awaited: Sequence[Task]
@@ -100,7 +95,7 @@ class Agreement:
         # The functions with collectives, by the line of the program that calls them.
         self._functions: dict[str, context.CollectiveFunction] = {}
         # Outcome of the program, once it has ended.
-        self.ended, self._process = "", os.getpid()
+        self.ended = ""
         # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
         self.failure: Exception | None = None
         # Number of calls of `from_chief_at`, by place.
@@ -121,17 +116,11 @@ class Agreement:
         """True on the chief."""
         return self.task == self.tasks[0]
 
-    @property
-    def is_of_this_process(self) -> bool:
-        """False in a forked copy of the program, which is no worker."""
-        return os.getpid() == self._process
-
     def start(self, has_gpus: bool) -> None:
         """Starts to look after the waits of this worker, until the program ends; after the first exchange."""
         self._idle_secs = _IDLE_SECS_ON_GPU if has_gpus else 0.0
         self.reporter.start()
         self._thread.start()
-        _forks.at_exit(self._leave)
 
     # Exchanges.
 
@@ -163,11 +152,6 @@ class Agreement:
         if len(set(calls.values())) > 1:
             raise RuntimeError(worker_waits.parted(calls))
         return {task: value for task, (_, value) in found.items()}
-
-    def meet(self, call: str, what: str) -> None:
-        """Waits until all workers are in a call of the user's, such as a callback, that only some may have."""
-        with self.calling(call):
-            self.gather(None, what)
 
     def from_chief_at(self, place: str, name: str, value: Callable[[], Any], what: str) -> Any:
         """Like `from_chief`, in a call that the chief may also make alone: it has no number, and never waits.
@@ -275,7 +259,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Within the block this worker is in a call of the user's, such as "model.save"."""
+        """Within the block this worker is in a call of the user's, such as a callback that only some may have."""
         self._calls.append(call)
         try:
             yield
@@ -318,9 +302,6 @@ class Agreement:
         """Returns the user's call in which a thread is, by default this one; "" for none that is known."""
         return self._calls[0] if self._calls else calls.name(thread)
 
-    def _main_call(self) -> str:
-        return self.call(threading.main_thread())
-
     def check(self) -> None:
         """Raises the reason why this worker's wait can't end, once it is known; within a `joint` block."""
         for wait in self._waits[:]:
@@ -336,7 +317,7 @@ class Agreement:
           error: the error, such as one of a sum of TensorFlow's.
           lost: of an error that is about lost connections, the names of the workers, as far as they are known.
         """
-        own = WorkerStatus(str(self.task), self._main_call())
+        own = WorkerStatus(str(self.task), self.call(threading.main_thread()))
         if isinstance(error, tf.errors.OpError) and (told := worker_waits.PARTED.search(str(error))):
             # The worker that saw it first has aborted the collectives, and says so before it ends.
             return self._failed(told.group())
@@ -371,7 +352,7 @@ class Agreement:
         wait = wait or self.current_wait()
         if wait is not None:
             # Operations that call Python do it in a thread of their own.
-            call, secs = wait.status.call or self._main_call(), time.monotonic() - wait.since
+            call, secs = wait.status.call or self.call(threading.main_thread()), time.monotonic() - wait.since
             return dataclasses.replace(wait.status, call=call, blocked_secs=secs), wait.awaited
         own = WorkerStatus(str(self.task))
         runs = stalls.RuntimeCall() if frame is None else stalls.runtime_call(frame)
@@ -385,7 +366,7 @@ class Agreement:
             what = worker_waits.A_VARIABLE if operation.startswith("collective_bcast") else worker_waits.A_SUM
         else:
             part, what = worker_waits.step_of(function.collectives), function.name
-        return dataclasses.replace(own, call=self._main_call() or what, part=part), self._others
+        return dataclasses.replace(own, call=self.call(threading.main_thread()) or what, part=part), self._others
 
     def note_traced(self, graph: Any) -> None:
         """Notes that a function that the main thread calls has collectives; called while its graph is traced."""
@@ -458,7 +439,11 @@ class Agreement:
         if in_collective:
             own = dataclasses.replace(own, blocked_secs=time.monotonic() - self._blocked_since - self._idle_secs)
         try:
-            error = self._error(own, awaited)
+            with self._lock:
+                status, is_waiting = self._all_waits.look(own, time.monotonic())
+                if status is not None and not self.ended and (not is_waiting or self.service_answers()):
+                    self.post(f"state/{self.task}", status.to_json())
+            error = self._loss(own, awaited) if is_waiting else None
         except ConnectionError as loss:
             error = loss
         if error is None:
@@ -470,13 +455,6 @@ class Agreement:
             self.failure = error
             with contextlib.suppress(tf.errors.OpError):
                 context.abort_collectives(str(error))
-
-    def _error(self, own: WorkerStatus, awaited: Sequence[Task]) -> Exception | None:
-        with self._lock:
-            status, is_waiting = self._all_waits.look(own, time.monotonic())
-            if status is not None and not self.ended and (not is_waiting or self.service_answers()):
-                self.post(f"state/{self.task}", status.to_json())
-        return self._loss(own, awaited) if is_waiting else None
 
     def _loss(self, own: WorkerStatus, awaited: Sequence[Task]) -> Exception | None:
         """Returns why a wait for these tasks can't end: they have ended or failed, or all wait; None if it may.
@@ -518,7 +496,7 @@ class Agreement:
 
     def end(self, how: str = worker_waits.HAS_ENDED) -> None:
         """Tells the other workers that this one makes no more calls; done at the end of the program."""
-        if self.ended or not self.is_of_this_process:
+        if self.ended:
             return
         with self._lock, contextlib.suppress(ConnectionError):
             # Nothing is published after it. Storing has no time limit.
@@ -535,17 +513,11 @@ class Agreement:
         self.reporter.stop()
         self.blocked.forget()
 
-    def _leave(self) -> None:
-        self.end()
-        if self.is_chief and self.ended == worker_waits.HAS_ENDED:
-            self._await_others()
-        self.close()
-
-    def _await_others(self) -> None:
-        """Waits at the end of the chief's program until the others have ended: the service ends with it."""
+    def await_end_of_others(self) -> None:
+        """Waits until the programs of the others have ended: on the chief, with which the service ends."""
         pending = {str(task) for task in self._others}
         with self.reporter.waiting("the end of the program"), contextlib.suppress(ConnectionError):
-            while pending := {
-                task for task in pending - self.lost().keys() if not ((state := self._read(task)) and state.ended)
-            }:
-                time.sleep(0.1)
+            while pending:
+                states = {task: self._read(task) for task in pending - self.lost().keys()}
+                pending = {task for task, state in states.items() if state is None or not state.ended}
+                time.sleep(0.1 if pending else 0.0)

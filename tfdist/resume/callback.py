@@ -250,7 +250,8 @@ class Resume(keras.callbacks.Callback):
 
         if agreement is not None:
             # The chief alone would notice no other before the end of training.
-            agreement.meet("the callback Resume", "reading the newest checkpoint")
+            with agreement.calling("the callback Resume"):
+                agreement.gather(None, "reading the newest checkpoint")
         found = read() if agreement is None else agreement.from_chief(read, "reading the newest checkpoint")
         if found is None:
             return False

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist import _forks, _machine, _sockets
 from tfdist import cluster as clusters
 from tfdist.compat.tensorflow import context
-from tfdist.coordination import keepalive, rendezvous
+from tfdist.coordination import keepalive, rendezvous, worker_waits
 from tfdist.coordination.quorum_client import QuorumClient
 from tfdist.coordination.quorum_server import QuorumServer
 from tfdist.coordination.usage import Usage
@@ -132,15 +132,28 @@ def share_usage(agreement: Agreement, own: Callable[[], Usage]) -> Callable[[], 
     return usage
 
 
+def leave_at_exit(agreement: Agreement) -> None:
+    """Ends the agreement with the program; the chief's, with which the service ends, after those of the others."""
+
+    def leave() -> None:
+        agreement.end()
+        if agreement.is_chief and agreement.ended == worker_waits.HAS_ENDED:
+            agreement.await_end_of_others()
+        agreement.close()
+
+    _forks.at_exit(leave)
+
+
 def tell_others_of_errors(agreement: Agreement) -> None:
     """Lets an exception that ends this process end the others too, at once and with its message.
 
     Such a process ends for sure: TensorFlow, taken down with its cluster in error, now and then waits for ever.
     """
-    previous = sys.excepthook
+    previous, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if agreement.is_of_this_process and threading.current_thread() is threading.main_thread():
+        # A forked copy of the program is no worker.
+        if os.getpid() == process and threading.current_thread() is threading.main_thread():
             # One line in place of TensorFlow's many.
             with contextlib.suppress(Exception):
                 error = agreement.failure_behind(error) or error

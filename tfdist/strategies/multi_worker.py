@@ -227,6 +227,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         replicas.note_traced(self, agreement.note_traced)
         _multi_worker_cluster.share_random_state(agreement)
         agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
+        _multi_worker_cluster.leave_at_exit(agreement)
         self._same_batches = _shared_datasets.SameBatches(agreement)
         saving.write_by_chief()
         saving.share_checkpoints(str(cluster.task))

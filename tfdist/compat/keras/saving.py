@@ -365,7 +365,8 @@ def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(callback, logs)
         what = "restoring a backup"
         # The chief alone would notice no other before the end of training.
-        agreement.meet("the callback BackupAndRestore", what)
+        with agreement.calling("the callback BackupAndRestore"):
+            agreement.gather(None, what)
         has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), what)
         if has_backup and model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
