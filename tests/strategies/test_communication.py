@@ -168,9 +168,6 @@ class Alone:
     def from_chief(self, value: Any, what: str) -> Any:
         return value()
 
-    def check_others(self) -> None:
-        pass
-
 
 class BesideAnotherLibrary(Alone):
     """An agreement with a worker that has MPICH 4.1."""

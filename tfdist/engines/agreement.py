@@ -287,17 +287,6 @@ class Agreement:
         finally:
             self._waits.remove(wait)
 
-    def jointly(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that waits for other workers, and `check_others` meanwhile, in a `joint` block."""
-
-        def within(*args: Any) -> Any:
-            # A step calls it in a thread of TensorFlow's.
-            is_in_main = threading.current_thread() is threading.main_thread()
-            with self.joint(part=worker_waits.OUTSIDE if is_in_main else worker_waits.STEP):
-                return function(*args)
-
-        return within
-
     def call(self, thread: threading.Thread | None = None) -> str:
         """Returns the user's call in which a thread is, by default this one; "" for none that is known."""
         return self._calls[0] if self._calls else calls.name(thread)
@@ -378,14 +367,8 @@ class Agreement:
     def waited_for(self) -> str:
         """Returns the names of the other workers that don't wait themselves."""
         names = [str(task) for task in self._others]
-        waiting = {task for task in names if (state := self._read(task)) and state.blocked_secs}
+        waiting = {task for task in names if (state := self.read(task)) and state.blocked_secs}
         return ", ".join(name for name in names if name not in waiting) or ", ".join(names)
-
-    def check_others(self) -> None:
-        """Raises ConnectionError, with the names, if other workers have ended or failed, or as `check` does."""
-        self.check()
-        if lost := self.lost():
-            raise ConnectionError(worker_waits.never(WorkerStatus(str(self.task)), lost))
 
     def lost(self) -> dict[str, str]:
         """Returns how other workers have failed, by name, as far as the service knows.
@@ -465,7 +448,7 @@ class Agreement:
         names = [str(task) for task in awaited]
         with self._lock:
             for task in self._others:
-                if (status := self._read(str(task))) is not None:
+                if (status := self.read(str(task))) is not None:
                     self._all_waits.hear(status)
             reason = self._all_waits.reason(own, names)
         if not reason:
@@ -480,7 +463,8 @@ class Agreement:
         self._all_waits.failed(time.monotonic())
         return RuntimeError(reason) if worker_waits.PARTED.match(reason) else ConnectionError(reason)
 
-    def _read(self, task: str) -> WorkerStatus | None:
+    def read(self, task: str) -> WorkerStatus | None:
+        """Returns the last status that a worker has published; None if there is none."""
         text = self.peek(f"state/{task}")
         return None if text is None else WorkerStatus.from_json(text)
 
@@ -512,12 +496,3 @@ class Agreement:
             self._thread.join(_END_SECS)
         self.reporter.stop()
         self.blocked.forget()
-
-    def await_end_of_others(self) -> None:
-        """Waits until the programs of the others have ended: on the chief, with which the service ends."""
-        pending = {str(task) for task in self._others}
-        with self.reporter.waiting("the end of the program"), contextlib.suppress(ConnectionError):
-            while pending:
-                states = {task: self._read(task) for task in pending - self.lost().keys()}
-                pending = {task for task, state in states.items() if state is None or not state.ended}
-                time.sleep(0.1 if pending else 0.0)

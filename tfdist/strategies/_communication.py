@@ -7,10 +7,13 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist import _log
+from tfdist.coordination import worker_waits
+from tfdist.coordination.worker_waits import WorkerStatus
 from tfdist.engines.agreement import Agreement
 from tfdist.launchers.environment import AUTO, COMMUNICATION_VARIABLE, KINDS, MPI, TENSORFLOW
 from tfdist.transport import mpi
@@ -81,7 +84,7 @@ def connect(
     exchange = None if are_launched else _exchange(agreement, job, start_timeout_secs)
     started, error = None, ""
     try:
-        started = mpi.start(index, places, exchange, job, agreement.check_others, start_timeout_secs)
+        started = mpi.start(index, places, exchange, job, lambda: _check(agreement), start_timeout_secs)
     except (RuntimeError, OSError) as failure:
         error = str(failure)
     failed = {task: text for task, text in agreement.gather(error, _WHAT).items() if text}
@@ -102,6 +105,24 @@ def connect(
     if agreement.is_chief:
         _log.say(f"the workers use TensorFlow's collectives and not MPI: {shown}")
     return None
+
+
+def jointly(agreement: Agreement, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a sum of MPI's that is known as a wait for the other workers."""
+
+    def within(*args: Any) -> Any:
+        # A step calls it in a thread of TensorFlow's.
+        is_in_main = threading.current_thread() is threading.main_thread()
+        with agreement.joint(part=worker_waits.OUTSIDE if is_in_main else worker_waits.STEP):
+            return function(*args)
+
+    return within
+
+
+def _check(agreement: Agreement) -> None:
+    agreement.check()
+    if lost := agreement.lost():
+        raise ConnectionError(worker_waits.never(WorkerStatus(str(agreement.task)), lost))
 
 
 def _asked(communication: str) -> str:

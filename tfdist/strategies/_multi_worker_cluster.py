@@ -12,6 +12,7 @@ import random
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +139,12 @@ def leave_at_exit(agreement: Agreement) -> None:
     def leave() -> None:
         agreement.end()
         if agreement.is_chief and agreement.ended == worker_waits.HAS_ENDED:
-            agreement.await_end_of_others()
+            pending = {str(task) for task in agreement.tasks[1:]}
+            with agreement.reporter.waiting("the end of the program"), contextlib.suppress(ConnectionError):
+                while pending:
+                    states = {task: agreement.read(task) for task in pending - agreement.lost().keys()}
+                    pending = {task for task, state in states.items() if state is None or not state.ended}
+                    time.sleep(0.1 if pending else 0.0)
         agreement.close()
 
     _forks.at_exit(leave)
