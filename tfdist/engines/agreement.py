@@ -98,8 +98,8 @@ class Agreement:
         self.ended = ""
         # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
         self.failure: Exception | None = None
-        # Number of calls of `from_chief_at`, by place.
-        self._numbers: collections.Counter[str] = collections.Counter()
+        # Number of calls of `from_chief_at`, by place; others may come for their results later.
+        self.numbers: collections.Counter[str] = collections.Counter()
         # Called once a second.
         self.on_look: Callable[[], object] = lambda: None
         # The main thread publishes the end, and takes reasons; another one looks.
@@ -162,8 +162,8 @@ class Agreement:
         """
         place = f"tfdist/at/{self.count}/{place}"
         named = f"{place}/named/{name}"
-        self._numbers.update((place, named))
-        number, key = self._numbers[place], f"{named}/{self._numbers[named]}"
+        self.numbers.update((place, named))
+        number, key = self.numbers[place], f"{named}/{self.numbers[named]}"
         if self.is_chief:
             self._set(f"{place}/begun/{number}", None)
             return self._give(value, key, f"{place}/ended/{number}")

@@ -30,6 +30,8 @@ from tfdist.engines.agreement import SEEDING, Agreement
 from tfdist.launchers.supervise.notices import check_none_ended
 from tfdist.policies.base import Aggregation
 
+# At its end the chief, with which the service ends, waits so long for others that need nothing of it any more.
+_FAREWELL_SECS = 10.0
 # Time for a failed process to end.
 _END_SECS = 3.0
 _MESSAGE_CHARS = 500
@@ -134,14 +136,14 @@ def share_usage(agreement: Agreement, own: Callable[[], Usage]) -> Callable[[], 
 
 
 def leave_at_exit(agreement: Agreement) -> None:
-    """Ends the agreement with the program; the chief's, with which the service ends, after those of the others."""
+    """Ends the agreement with the program; the chief's after those of the others that may need its saves."""
 
     def leave() -> None:
         agreement.end()
         if agreement.is_chief and agreement.ended == worker_waits.HAS_ENDED:
-            pending = {str(task) for task in agreement.tasks[1:]}
+            pending, began = {str(task) for task in agreement.tasks[1:]}, time.monotonic()
             with agreement.reporter.waiting("the end of the program"), contextlib.suppress(ConnectionError):
-                while pending:
+                while pending and (agreement.numbers or time.monotonic() - began < _FAREWELL_SECS):
                     states = {task: agreement.read(task) for task in pending - agreement.lost().keys()}
                     pending = {task for task, state in states.items() if state is None or not state.ended}
                     time.sleep(0.1 if pending else 0.0)

@@ -51,10 +51,6 @@ _MAY_DIFFER = (
     "has, some are never used: give all workers the same data set, or each its own with "
     "strategy.distribute_datasets_from_function. Examples that are drawn at random may differ"
 )
-_OTHER_DATA = (
-    "dataset: every worker must be given the same data set, of which it gets its share. Those of the workers differ, "
-    "if only in paths of files: some examples may be used twice or never"
-)
 
 
 class Division(enum.Enum):
@@ -126,7 +122,7 @@ def compare(
     if division is not Division.OWN:
         _shared_calls.check_same(_SAME, {task: each["spec"] for task, each in found.items()})
         if len({*fingerprints}) > 1:
-            _log.say(_OTHER_DATA)
+            _log.say(f"{_SAME}. Received: other operations, arrays or paths of files on each; some may be used twice")
     return division
 
 
@@ -180,7 +176,8 @@ class SameBatches:
                 if difference:
                     other, is_partial = difference
                     received = f"another batch {index} on {self._own} than on {other}"
-                    draws, in_python = _operations(dataset)
+                    names = " ".join(inputs.operations_of(dataset))
+                    draws, in_python = _DRAWING.search(names), _PYTHON.search(names)
                     if not (has_quorum or is_partial or draws) and (is_for_predict or not in_python):
                         raise ValueError(f"{_SAME}. Received: {received}")
                     if not is_said and not (draws and is_partial):
@@ -245,12 +242,6 @@ def _sums(batch: Any) -> tf.Tensor:
         rounding = tolerance * tf.reduce_sum(tf.abs(numbers)) / _SUMS
         found.append(tf.concat([[varies, rounding], tf.reduce_sum(parts, 1)], 0))
     return tf.stack(found[1:] or found)
-
-
-def _operations(dataset: tf.data.Dataset) -> tuple[bool, bool]:
-    """Returns if functions of a data set and its sources draw at random, and if they call Python."""
-    names = " ".join(inputs.operations_of(dataset))
-    return _DRAWING.search(names) is not None, _PYTHON.search(names) is not None
 
 
 def explain(error: tf.errors.OpError) -> ValueError | None:

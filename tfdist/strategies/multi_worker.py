@@ -254,8 +254,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         agreement = self._agreement
         found = _communication.connect(communication, agreement, self.extended.worker_devices, start_timeout_secs)
         if found is not None:
-            sums = [_communication.jointly(agreement, each) for each in (found.sum, found.gather)]
-            self._sums.use(*sums, agreement.reporter.waiting, lambda: found.failure)
+            in_sum, in_gather = (_communication.jointly(agreement, each) for each in (found.sum, found.gather))
+            self._sums.use(in_sum, in_gather, agreement.reporter.waiting, lambda: found.failure)
         if self.distribution.transforms.list:
             tasks = [str(task) for task in agreement.tasks]
             exchange = Messages(self._sums, tasks, agreement.tasks.index(agreement.task))
