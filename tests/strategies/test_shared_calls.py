@@ -17,17 +17,23 @@ from tfdist.strategies import _shared_calls, _shared_datasets
 EARLY = keras.callbacks.EarlyStopping()
 
 
-class Fake:
-    """Agreement of two workers; the traits of the second one are those of another call."""
+class Worker:
+    """Agreement of one of two workers, of which the first one has come to the exchange before."""
 
-    def __init__(self, other: calls.Call) -> None:
-        self._other = other
+    tasks, count = ("worker:0", "worker:1"), 3
+
+    def __init__(self, index: int, store: dict[str, Any]) -> None:
+        self.task, self._store = self.tasks[index], store
 
     def gather(self, value: Any, what: str) -> dict[str, Any]:
-        own, data = value
-        other = self._other
-        traits = own and [_shared_calls._traits(other), _shared_calls._values(_shared_calls._variables(other))]
-        return {"worker:0": [own, data], "worker:1": [traits, data]}
+        self._store[self.task] = value
+        return {task: self._store.get(task, value) for task in self.tasks}
+
+    def publish(self, key: str, value: str) -> bool:
+        return self._store.setdefault(key, value) is value
+
+    def receive(self, key: str, timeout_secs: float) -> str | None:
+        return self._store.get(key)
 
 
 def made(weights: float = 0.5, rate: float = 0.1, **options: Any) -> keras.Model:
@@ -43,8 +49,13 @@ def fit(model: keras.Model | None = None, callbacks: Any = None, **arguments: An
 
 
 def compare(one: calls.Call, other: calls.Call, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(calls, "current", lambda: one)
-    return _shared_calls.gather_and_compare(Fake(other), 7, "comparing")
+    """Compares the calls of two workers, one after the other; returns what the second one has gathered."""
+    store: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    for index, call in enumerate((one, other)):
+        monkeypatch.setattr(calls, "current", lambda call=call: call)
+        found = _shared_calls.gather_and_compare(Worker(index, store), 7, "comparing")  # pyright: ignore
+    return found
 
 
 @pytest.mark.parametrize(
@@ -111,25 +122,6 @@ def test_numbers_that_are_not_finite_differ_from_finite_ones_only():
     assert _shared_calls._difference([[1.0, 1.0], [nan, inf]])
     assert _shared_calls._difference([[0.0, 0.0], [0.0, 0.0]]) is None
     assert _shared_calls._difference([[0.0], [0.0, 0.0]])
-
-
-class Worker:
-    """Agreement of one of two workers, of which the first one has come to the exchange before."""
-
-    tasks, count = ("worker:0", "worker:1"), 3
-
-    def __init__(self, index: int, store: dict[str, Any]) -> None:
-        self.task, self._store = self.tasks[index], store
-
-    def gather(self, value: Any, what: str) -> dict[str, Any]:
-        self._store[self.task] = value
-        return {task: self._store.get(task, value) for task in self.tasks}
-
-    def publish(self, key: str, value: str) -> bool:
-        return self._store.setdefault(key, value) is value
-
-    def receive(self, key: str, timeout_secs: float) -> str | None:
-        return self._store.get(key)
 
 
 def compare_data(*datasets: tf.data.Dataset, is_for_predict: bool = False) -> set[_shared_datasets.Division]:
