@@ -25,86 +25,10 @@ from absl import flags
 
 import tfdist
 from tfdist import _log, _sockets
-from tfdist.cluster import Cluster, ClusterError, Task
+from tfdist.cluster import Cluster, ClusterError
 from tfdist.doctor import measure as doctor_measure
 from tfdist.launchers import command_line, environment
 from tfdist.launchers.requests import LaunchError
-
-# Rules for Linux' firewall (nftables) that admit only a job's hosts and its user to its ports. No TensorFlow import.
-#
-# TensorFlow's servers listen on all interfaces and authenticate no peer. So on a shared network only a firewall keeps
-# other hosts out. `rules` is pure: it returns text for `nft -f`, to be loaded by root.
-
-
-_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def rules(cluster: Cluster, user: int, resolve: Callable[[str], Sequence[str]]) -> str:
-    """Returns the rules for the machine of `cluster.task`.
-
-    Args:
-      cluster: all tasks of the job.
-      user: id of the user that runs the tasks.
-      resolve: returns the IP addresses of a host's name.
-
-    Returns:
-      A script for `nft -f`. Loading it again replaces its earlier rules for the same ports.
-
-    Raises:
-      ValueError: a host's name can't be resolved.
-    """
-    tasks = [cluster.address(task) for task in cluster.tasks]
-    here = _sockets.address_key(cluster.address())[0]
-    ports = sorted({port for host, port in map(_sockets.address_key, tasks) if host == here})
-    hosts = sorted(
-        {address for each in tasks for address in _resolved(_sockets.split_address(each)[0], resolve)}, key=str
-    )
-    sources = [each for each in (_sources(hosts, 4), _sources(hosts, 6)) if each]
-    to_ports = f"tcp dport {{ {', '.join(map(str, ports))} }} {_OPENING}"
-    return _SCRIPT.format(
-        task=cluster.task,
-        table=f"tfdist_{ports[0]}",
-        user=user,
-        to_ports=to_ports,
-        allowed="\n".join(f"    {each} {to_ports} accept" for each in sources),
-    )
-
-
-def _resolved(host: str, resolve: Callable[[str], Sequence[str]]) -> Sequence[_Ip]:
-    found = resolve(host)
-    if not found:
-        remedy = "mend DNS, or use its IP address in TF_CONFIG"
-        raise ValueError(f"the host {host} can't be resolved here, so no rule can let it in; {remedy}")
-    return [ipaddress.ip_address(each.partition("%")[0]) for each in found]
-
-
-def _sources(hosts: Sequence[_Ip], version: int) -> str:
-    of_version = [str(host) for host in hosts if host.version == version]
-    return f"{'ip' if version == 4 else 'ip6'} saddr {{ {', '.join(of_version)} }}" if of_version else ""
-
-
-# Matches the first packet of a connection; later packets may be answers to a program that uses such a port by chance.
-_OPENING = "tcp flags & (syn | ack) == syn"
-# Deleting an absent table is an error, so the script creates it first. A packet must pass the rules of all tables.
-_SCRIPT = """\
-# Only the hosts of this job, and on this machine only user {user} and root, reach the ports of its tasks here.
-# For the machine of {task}. Load it as root with nft -f FILE; remove it with: nft delete table inet {table}
-table inet {table}
-delete table inet {table}
-table inet {table} {{
-  chain from_other_machines {{
-    type filter hook input priority -10; policy accept;
-    iif lo accept
-{allowed}
-    {to_ports} reject with tcp reset
-  }}
-  chain from_this_machine {{
-    type filter hook output priority -10; policy accept;
-    oif lo {to_ports} meta skuid != {{ 0, {user} }} reject with tcp reset
-  }}
-}}
-"""
-
 
 _USAGE = """\
 usage: tfdist doctor [FLAGS]
@@ -119,6 +43,7 @@ the other tasks can be reached. Returns 0 if nothing is wrong, else 1.
 """
 _OF_MEASURE = ("measure_secs", "json")
 OK, WARNING, WRONG = "ok", "warning", "wrong"
+_MEND_NAME = "mend DNS, or use its IP address in TF_CONFIG"
 # Requirements of setup.py, as lower and upper bounds.
 _NEEDED = {
     "tensorflow": ((2, 20), (2, 22)),
@@ -153,23 +78,23 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
         return _print_rules(os.environ)
     if values.measure:
         return doctor_measure.measure_as_task(os.environ, values.measure_secs, values.json)
-    states = []
-    for finding in examine(values.timeout_secs):
-        sys.stdout.write(f"{finding}\n")
-        states.append(finding.state)
-    sys.stdout.write(f"{_summary(states)}\n")
+    found = examine(values.timeout_secs)
+    states = [finding.state for finding in found]
+    wrong = states.count(WRONG)
+    summary = "nothing is wrong, but see the warnings" if WARNING in states else "all is well"
+    if wrong:
+        summary = "1 thing is wrong" if wrong == 1 else f"{wrong} things are wrong"
+    sys.stdout.write("".join(f"{line}\n" for line in (*found, summary)))
     sys.stdout.flush()
-    return 1 if WRONG in states else 0
+    return 1 if wrong else 0
 
 
 def _print_rules(env: Mapping[str, str]) -> int:
     try:
-        cluster = Cluster.from_tf_config(env.get("TF_CONFIG"))
-        text = rules(cluster, os.getuid(), _resolve)
+        sys.stdout.write(rules(Cluster.from_tf_config(env["TF_CONFIG"]), os.getuid(), _resolve))
     except ValueError as error:
         _log.say(str(error))
         return 1
-    sys.stdout.write(text)
     return 0
 
 
@@ -179,12 +104,6 @@ def _resolve(host: str) -> list[str]:
     except (OSError, UnicodeError):
         return []
     return [str(address[0]) for *_, address in found]
-
-
-def _summary(states: Sequence[str]) -> str:
-    if wrong := states.count(WRONG):
-        return "1 thing is wrong" if wrong == 1 else f"{wrong} things are wrong"
-    return "nothing is wrong, but see the warnings" if WARNING in states else "all is well"
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -217,8 +136,7 @@ def examine(timeout_secs: float, env: Mapping[str, str] = os.environ) -> list[Fi
         cluster = Cluster.from_tf_config(env["TF_CONFIG"])
     except ClusterError as error:
         return [*found, Finding(WRONG, str(error))]
-    found += [*strategy(cluster), *names(cluster, timeout_secs), *own_port(cluster)]
-    return found + reachable(cluster, timeout_secs)
+    return [*found, *strategy(cluster), *own_port(cluster), *reachable(cluster, timeout_secs)]
 
 
 # This machine.
@@ -247,10 +165,8 @@ def versions(installed: Callable[[str], str | None]) -> list[Finding]:
         version = installed(name)
         if name == "tensorflow" and tpu:
             if version:
-                text = (
-                    f"tensorflow {version} and tensorflow-tpu {tpu} overwrite each other; uninstall both, install one"
-                )
-                found.append(Finding(WRONG, text))
+                both = f"tensorflow {version} and tensorflow-tpu {tpu}"
+                found.append(Finding(WRONG, f"{both} overwrite each other; uninstall both, install one"))
                 continue
             name, version = "tensorflow-tpu", tpu
         bounds = f">={_dotted(lowest)}" + (f",<{_dotted(below)}" if below else "")
@@ -298,10 +214,8 @@ def gpu_findings(env: Mapping[str, str], installed: Callable[[str], str | None])
     if not there:
         return [Finding(OK, "no GPU: training uses the CPU")]
     if not usable:
-        text = (
-            f"{environment.VISIBLE}={env.get(environment.VISIBLE)!r} hides all {len(there)} GPUs; unset it to use them"
-        )
-        return [Finding(WARNING, text)]
+        given = f"{environment.VISIBLE}={env.get(environment.VISIBLE)!r}"
+        return [Finding(WARNING, f"{given} hides all {len(there)} GPUs; unset it to use them")]
     if not any(installed(f"nvidia-cudnn-cu{version}") for version in (12, 13)):
         text = f"{len(usable)} GPUs, and no CUDA libraries from pip; if TensorFlow sees no GPU, pip install"
         return [Finding(WARNING, f"{text} '.[gpu]' in a checkout")]
@@ -324,27 +238,6 @@ def strategy(cluster: Cluster) -> list[Finding]:
     return [Finding(OK, f"TF_CONFIG: this is {cluster.task} of {len(cluster.tasks)} tasks, for {kind}")]
 
 
-def names(cluster: Cluster, timeout_secs: float) -> list[Finding]:
-    """Checks that this machine can resolve the name of each task's host."""
-    hosts: dict[str, list[Task]] = {}
-    for task in cluster.tasks:
-        hosts.setdefault(_sockets.split_address(cluster.address(task))[0], []).append(task)
-    found = []
-    pool = concurrent.futures.ThreadPoolExecutor(min(32, len(hosts)), "tfdist names")
-    futures = {host: pool.submit(socket.getaddrinfo, host, None) for host in hosts}
-    for host, future in futures.items():
-        tasks = ", ".join(map(str, hosts[host]))
-        try:
-            future.result(timeout_secs)
-        except (OSError, UnicodeError) as error:  # TimeoutError is an OSError.
-            why = f"{error}" or f"no answer in {timeout_secs:g} s"
-            found.append(
-                Finding(WRONG, f"the host {host} of {tasks} can't be resolved ({why}); mend DNS, or use its IP address")
-            )
-    pool.shutdown(wait=False, cancel_futures=True)
-    return found or [Finding(OK, "the names of all hosts can be resolved")]
-
-
 def own_port(cluster: Cluster) -> list[Finding]:
     """Checks that this task can listen at its own address."""
     if cluster.task not in cluster.tasks:
@@ -356,8 +249,8 @@ def own_port(cluster: Cluster) -> list[Finding]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
-    except socket.gaierror:
-        return []  # Reported by `names`.
+    except (socket.gaierror, UnicodeError) as error:
+        return [Finding(WRONG, f"the host {host} of {cluster.task} can't be resolved ({error}); {_MEND_NAME}")]
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             # Only a warning: behind NAT this is normal, because TensorFlow listens on all interfaces.
@@ -369,38 +262,102 @@ def own_port(cluster: Cluster) -> list[Finding]:
 
 
 def reachable(cluster: Cluster, timeout_secs: float) -> list[Finding]:
-    """Checks that the machines of the other tasks answer. Their servers need not be running yet."""
+    """Checks that the hosts of the other tasks have known names, and answer. Servers need not be running yet."""
     others = [task for task in cluster.tasks if task != cluster.task]
-    if not others:
-        return []
-    with concurrent.futures.ThreadPoolExecutor(min(32, len(others)), "tfdist reach") as pool:
-        answers = list(pool.map(lambda task: _connect(cluster.address(task), timeout_secs), others))
+    pool = concurrent.futures.ThreadPoolExecutor(min(32, len(others) or 1), "tfdist reach")
+    futures = {task: pool.submit(_sockets.connection_error, cluster.address(task), timeout_secs) for task in others}
     found = []
-    for task, answer in zip(others, answers, strict=True):
-        if answer is None:
-            continue  # Reported by `names`.
-        state = OK if answer in (_LISTENS, _REFUSES) else WRONG
-        remedy = "" if state == OK else "; check that the machine is up, and that no firewall is between"
-        found.append(Finding(state, f"{task} at {cluster.address(task)}: {answer}{remedy}"))
+    for task, future in futures.items():
+        try:
+            # Resolving a name has no timeout of its own.
+            error = future.result(2 * timeout_secs)
+        except TimeoutError as late:
+            error = late
+        if error is None or isinstance(error, ConnectionRefusedError):
+            state, text = OK, "the machine answers, nothing listens yet" if error else "something listens"
+        elif isinstance(error, socket.gaierror | UnicodeError):
+            state, text = WRONG, f"the name can't be resolved ({error}); {_MEND_NAME}"
+        else:
+            why = f"no answer in {timeout_secs:g} s" if isinstance(error, TimeoutError) else str(error)
+            state, text = WRONG, f"{why}; check that the machine is up, and that no firewall is between"
+        found.append(Finding(state, f"{task} at {cluster.address(task)}: {text}"))
+    pool.shutdown(wait=False, cancel_futures=True)
     return found
 
 
-_LISTENS, _REFUSES = "something listens", "the machine answers, nothing listens yet"
+# Rules for Linux' firewall (nftables) that admit only a job's hosts and its user to its ports. No TensorFlow import.
+#
+# TensorFlow's servers listen on all interfaces and authenticate no peer. So on a shared network only a firewall keeps
+# other hosts out. `rules` is pure: it returns text for `nft -f`, to be loaded by root.
 
 
-def _connect(address: str, timeout_secs: float) -> str | None:
-    """Returns the outcome of a connection; None if the host's name can't be resolved."""
-    try:
-        socket.create_connection(_sockets.split_address(address), timeout_secs).close()
-    except socket.gaierror:
-        return None
-    except ConnectionRefusedError:
-        return _REFUSES
-    except TimeoutError:
-        return f"no answer in {timeout_secs:g} s"
-    except OSError as error:
-        return str(error)
-    return _LISTENS
+_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def rules(cluster: Cluster, user: int, resolve: Callable[[str], Sequence[str]]) -> str:
+    """Returns the rules for the machine of `cluster.task`.
+
+    Args:
+      cluster: all tasks of the job.
+      user: id of the user that runs the tasks.
+      resolve: returns the IP addresses of a host's name.
+
+    Returns:
+      A script for `nft -f`. Loading it again replaces its earlier rules for the same ports.
+
+    Raises:
+      ValueError: a host's name can't be resolved.
+    """
+    tasks = [cluster.address(task) for task in cluster.tasks]
+    here = _sockets.address_key(cluster.address())[0]
+    ports = sorted({port for host, port in map(_sockets.address_key, tasks) if host == here})
+    hosts = sorted(
+        {address for each in tasks for address in _resolved(_sockets.split_address(each)[0], resolve)}, key=str
+    )
+    sources = [each for each in (_sources(hosts, 4), _sources(hosts, 6)) if each]
+    to_ports = f"tcp dport {{ {', '.join(map(str, ports))} }} {_OPENING}"
+    return _SCRIPT.format(
+        task=cluster.task,
+        table=f"tfdist_{ports[0]}",
+        user=user,
+        to_ports=to_ports,
+        allowed="\n".join(f"    {each} {to_ports} accept" for each in sources),
+    )
+
+
+def _resolved(host: str, resolve: Callable[[str], Sequence[str]]) -> Sequence[_Ip]:
+    found = resolve(host)
+    if not found:
+        raise ValueError(f"the host {host} can't be resolved here, so no rule can let it in; {_MEND_NAME}")
+    return [ipaddress.ip_address(each.partition("%")[0]) for each in found]
+
+
+def _sources(hosts: Sequence[_Ip], version: int) -> str:
+    of_version = [str(host) for host in hosts if host.version == version]
+    return f"{'ip' if version == 4 else 'ip6'} saddr {{ {', '.join(of_version)} }}" if of_version else ""
+
+
+# Matches the first packet of a connection; later packets may be answers to a program that uses such a port by chance.
+_OPENING = "tcp flags & (syn | ack) == syn"
+# Deleting an absent table is an error, so the script creates it first. A packet must pass the rules of all tables.
+_SCRIPT = """\
+# Only the hosts of this job, and on this machine only user {user} and root, reach the ports of its tasks here.
+# For the machine of {task}. Load it as root with nft -f FILE; remove it with: nft delete table inet {table}
+table inet {table}
+delete table inet {table}
+table inet {table} {{
+  chain from_other_machines {{
+    type filter hook input priority -10; policy accept;
+    iif lo accept
+{allowed}
+    {to_ports} reject with tcp reset
+  }}
+  chain from_this_machine {{
+    type filter hook output priority -10; policy accept;
+    oif lo {to_ports} meta skuid != {{ 0, {user} }} reject with tcp reset
+  }}
+}}
+"""
 
 
 if __name__ == "__main__":
