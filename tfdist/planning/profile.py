@@ -10,10 +10,11 @@ import dataclasses
 import json
 import pathlib
 import statistics
-from typing import Any
+from typing import Annotated, Any
 
 from tfdist import _checks
 from tfdist.launchers.requests import read_file
+from tfdist.planning.simulation.models import Amount, Checked, Count, Index, must
 
 FORMAT = "tfdist profile"
 VERSION = 3
@@ -21,64 +22,49 @@ VERSION = 3
 BUSY = 0.1
 # An interval whose bounds are further apart says nothing.
 _MOST_SPREAD = 10.0
+_AGAIN = "write one with tfdist profile SCRIPT"
 
 
 class ProfileError(ValueError):
     """A profile that can't be read. The message is one line."""
 
 
-class _Checked:
-    """A dataclass whose numbers are finite and not negative.
-
-    Raises:
-      ValueError: a number is not; the message names it.
-    """
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.type == "Secs":
-                is_valid = all(_checks.is_number(each) and each > 0 for each in value)
-            else:
-                # Annotations are text here.
-                is_valid = field.type not in ("int", "float") or (_checks.is_number(value) and value >= 0)
-                is_valid = is_valid and (field.type != "int" or _checks.is_int(value))
-            if not is_valid:
-                raise ValueError(f"{field.name} is no valid number: {str(value)[:80]}")
+def _are_secs(value: Any) -> bool:
+    return all(_checks.is_number(each) and each > 0 for each in value)
 
 
 # Seconds of single steps.
-Secs = tuple[float, ...]
+Secs = Annotated[tuple[float, ...], must("be numbers above 0", _are_secs)]
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasuredSteps(_Checked):
+class MeasuredSteps(Checked):
     """Measured seconds of single train steps at one batch size."""
 
-    batch_size: int
+    batch_size: Count
     secs: Secs
 
 
 @dataclasses.dataclass(frozen=True)
-class Table(_Checked):
+class Table(Checked):
     """An embedding table whose gradient has rows: all its rows, bytes of a row, and rows of one step's gradient."""
 
     name: str
-    rows: int
-    row_bytes: int
-    rows_per_step: float
+    rows: Index
+    row_bytes: Index
+    rows_per_step: Amount
 
 
 @dataclasses.dataclass(frozen=True)
-class NoiseScale(_Checked):
+class NoiseScale(Checked):
     """The gradient noise scale B_simple in examples, and the bounds of its 90 % interval.
 
     McCandlish et al. 2018, An empirical model of large-batch training, arXiv 1812.06162, equation 2.9 and appendix A.1.
     """
 
-    value: float
-    low: float
-    high: float
+    value: Amount
+    low: Amount
+    high: Amount
 
     @property
     def says_something(self) -> bool:
@@ -90,7 +76,7 @@ class NoiseScale(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile(_Checked):
+class Profile(Checked):
     """Measurements of `tfdist profile`.
 
     Attributes:
@@ -110,24 +96,24 @@ class Profile(_Checked):
       other_cores: mean number of cores that other programs used meanwhile; 0 if unknown.
     """
 
-    batch_size: int
+    batch_size: Count
     steps: tuple[MeasuredSteps, ...]
     fit_secs: Secs = ()
-    dense_bytes: int = 0
-    trainable_bytes: int = 0
-    optimizer_bytes: int = 0
+    dense_bytes: Index = 0
+    trainable_bytes: Index = 0
+    optimizer_bytes: Index = 0
     tables: tuple[Table, ...] = ()
     noise_scale: NoiseScale | None = None
     script: str = ""
     model: str = ""
     device: str = "CPU"
-    cores: int = 0
-    cpu_secs: float = 0.0
-    other_cores: float = 0.0
+    cores: Index = 0
+    cpu_secs: Amount = 0.0
+    other_cores: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.batch_size or not self.samples:
+        if not self.samples:
             raise ValueError("no step was measured")
 
     @property
@@ -167,24 +153,19 @@ def load(path: pathlib.Path) -> Profile:
       LaunchError: the file can't be read.
       ProfileError: it is no profile of this version.
     """
-    return from_json(read_file("the profile", str(path), "write one with tfdist profile SCRIPT"), str(path))
+    return from_json(read_file("the profile", str(path), _AGAIN), str(path))
 
 
 def from_json(text: str, name: str = "profile") -> Profile:
-    """Parses the content of a profile's file.
-
-    Raises:
-      ProfileError: it is no profile of this version.
-    """
-    again = "write one with tfdist profile SCRIPT"
+    """Parses the content of a profile's file; see `load`."""
     try:
         given: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{name} is no JSON ({error}); {again}") from None
+        raise ProfileError(f"{name} is no JSON ({error}); {_AGAIN}") from None
     if not isinstance(given, dict) or given.pop("format", None) != FORMAT:
-        raise ProfileError(f"{name} is no profile of tfdist; {again}")
+        raise ProfileError(f"{name} is no profile of tfdist; {_AGAIN}")
     if (version := given.pop("version", None)) != VERSION:
-        raise ProfileError(f"{name} is a profile of version {version!r}, and this tfdist reads {VERSION}; {again}")
+        raise ProfileError(f"{name} is a profile of version {version!r}, and this tfdist reads {VERSION}; {_AGAIN}")
     try:
         noise = given["noise_scale"]
         parts = {
@@ -195,4 +176,4 @@ def from_json(text: str, name: str = "profile") -> Profile:
         }
         return Profile(**{**given, **parts})
     except (KeyError, TypeError, ValueError) as error:
-        raise ProfileError(f"{name} is no whole profile ({error}); {again}") from None
+        raise ProfileError(f"{name} is no whole profile ({error}); {_AGAIN}") from None

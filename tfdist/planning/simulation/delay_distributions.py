@@ -62,22 +62,19 @@ class DelayDistribution:
         Raises:
           ValueError: the name or the parameters of the distribution are unknown.
         """
-        known = f"use one of {', '.join(map(_signature, BUILDERS.values()))}. Received: {given!r}"
         parameters = dict(given) if isinstance(given, Mapping) else {}
-        name = str(parameters.pop("distribution", None))
-        if name not in BUILDERS:
-            raise ValueError(
-                f'a distribution is an object such as {{"distribution": "constant", "secs": 0.1}}; {known}'
-            )
-        build = BUILDERS[name]
-        if parameters.keys() != inspect.signature(build).parameters.keys():
-            raise ValueError(f"{name!r} takes {', '.join(inspect.signature(build).parameters)}; {known}")
+        build = BUILDERS.get(str(parameters.pop("distribution", None)))
+        if build is None or parameters.keys() != inspect.signature(build).parameters.keys():
+            signatures = (f"{name}({', '.join(inspect.signature(each).parameters)})" for name, each in BUILDERS.items())
+            example = '{"distribution": "constant", "secs": 0.1}'
+            known = f"an object such as {example}, of {', '.join(signatures)}"
+            raise ValueError(f"a distribution is {known}. Received: {given!r}")
         return build(**parameters)
 
 
 def constant(secs: float) -> DelayDistribution:
     """Constant: always `secs` seconds."""
-    given = _checked("constant", {"secs": secs}, secs=0)
+    given = _checked("constant", secs=secs)
     return DelayDistribution(*given, float(secs), lambda uniform, attempt: float(secs))
 
 
@@ -88,7 +85,7 @@ def lognormal(mean: float, s: float) -> DelayDistribution:
       mean: seconds, > 0.
       s: standard deviation of the logarithm, >= 0.
     """
-    given = _checked("lognormal", {"mean": mean, "s": s}, mean=None, s=0)
+    given = _checked("lognormal", mean=mean, s=s)
     mu = math.log(mean) - s * s / 2
     inverse = _NORMAL.inv_cdf
     return DelayDistribution(*given, float(mean), lambda uniform, attempt: math.exp(mu + s * inverse(uniform)))
@@ -96,7 +93,7 @@ def lognormal(mean: float, s: float) -> DelayDistribution:
 
 def exponential(mean: float) -> DelayDistribution:
     """Exponential of mean `mean` seconds, > 0."""
-    given = _checked("exponential", {"mean": mean}, mean=None)
+    given = _checked("exponential", mean=mean)
     return DelayDistribution(*given, float(mean), lambda uniform, attempt: -mean * math.log1p(-uniform))
 
 
@@ -106,7 +103,7 @@ def empirical(samples: Sequence[float]) -> DelayDistribution:
     if not given:
         raise ValueError(f"empirical(samples=...) must be a list of durations in seconds. Received: {samples!r}")
     for each in given:
-        _checked("empirical", {"samples": each}, samples=0)
+        _checked("empirical", samples=each)
     secs = tuple(sorted(map(float, given)))
     count = len(secs)
     return DelayDistribution(
@@ -124,7 +121,7 @@ def pareto(mean: float, a: float) -> DelayDistribution:
       mean: seconds, > 0.
       a: exponent of the tail, > 1; up to 2 the variance is infinite.
     """
-    given = _checked("pareto", {"mean": mean, "a": a}, mean=None, a=None)
+    given = _checked("pareto", mean=mean, a=a)
     if not a > 1:
         raise ValueError(f"pareto(a=...): there is a mean only for a > 1. Received: a={a!r}")
     least = mean * (a - 1) / a
@@ -138,7 +135,7 @@ def stalls(secs: float, every: int) -> DelayDistribution:
       secs: seconds, >= 0.
       every: 1 or more; with 3, attempts 2, 5, 8, ... take longer.
     """
-    given = _checked("stalls", {"secs": secs, "every": every}, secs=0, every=None)
+    given = _checked("stalls", secs=secs, every=every)
     if not _checks.is_int(every):
         raise ValueError(f"stalls(every=...) must be an integer. Received: every={every!r}")
     return DelayDistribution(
@@ -151,19 +148,11 @@ BUILDERS: dict[str, Callable[..., DelayDistribution]] = {
 }
 
 
-def _checked(builder: str, parameters: Mapping[str, Any], **least: float | None) -> tuple[str, Mapping[str, Any]]:
-    """Returns a distribution's name and parameters.
-
-    Raises:
-      ValueError: a parameter is no finite number of at least `least`, or above 0 if `least` is None.
-    """
+def _checked(builder: str, **parameters: Any) -> tuple[str, dict[str, Any]]:
+    """Returns a distribution's name and parameters; raises ValueError for one that is no number, or too small."""
     for name, value in parameters.items():
-        bound = least[name]
-        if not _checks.is_number(value) or value < 0 or (bound is None and value == 0):
-            wanted = "greater than 0" if bound is None else f"of at least {bound}"
+        is_above_0 = name in ("mean", "a", "every")
+        if not _checks.is_number(value) or value < 0 or (is_above_0 and value == 0):
+            wanted = "greater than 0" if is_above_0 else "of at least 0"
             raise ValueError(f"{builder}({name}=...) must be a number {wanted}. Received: {name}={value!r}")
     return builder, parameters
-
-
-def _signature(builder: Callable[..., DelayDistribution]) -> str:
-    return f"{builder.__name__}({', '.join(inspect.signature(builder).parameters)})"

@@ -8,16 +8,15 @@ Bandwidths, sizes and times are numbers in bytes per second, bytes and seconds, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_type_hints
 
 from tfdist import _checks
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
-
-# Bandwidths, sizes and times as people write them: "10Gbit", "100MB", "50us".
-
 
 _TEXT = re.compile(r"\s*(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -32,57 +31,93 @@ _RATES = {
 _SECS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def bytes_per_sec(value: object, name: str = "bandwidth") -> float:
-    """Returns a bandwidth in bytes per second: a number as it is, "10Gbit" and "10Gb/s" as bits, "1GB/s" as bytes.
-
-    Raises:
-      ValueError: the value is not greater than 0, or its unit is unknown.
-    """
-    return _number(value, name, _RATES, "10Gbit or 1GB/s", least=None)
-
-
-def num_bytes(value: object, name: str = "size") -> float:
-    """Returns a size in bytes: a number as it is, "100MB" as 1e8, "1GiB" as 2**30.
-
-    Raises:
-      ValueError: the value is negative, or its unit is unknown.
-    """
-    return _number(value, name, _BYTES, "100MB", least=0.0)
-
-
-def secs(value: object, name: str = "time") -> float:
-    """Returns a time in seconds: a number as it is, "50us" and "10ms" by their units.
-
-    Raises:
-      ValueError: the value is negative, or its unit is unknown.
-    """
-    return _number(value, name, _SECS, "50us or 0.1s", least=0.0)
-
-
-def _number(value: object, name: str, units: dict[str, float], example: str, least: float | None) -> float:
+def _number(value: object, name: str, units: dict[str, float], example: str, is_above_0: bool = False) -> float:
+    """Returns a number as it is, and text by its unit; raises ValueError if it is negative, or its unit is unknown."""
     number, unit = value, ""
     if isinstance(value, str):
         match = _TEXT.fullmatch(value)
         # A bandwidth without a unit may be meant in bits or bytes, and a time in us, if its name does not tell.
         needs_unit = units is _RATES or (units is _SECS and "secs" not in name)
         if match is None or (match[2] not in units if match[2] else needs_unit):
-            raise ValueError(f"{name} has no known unit; write it like {example}. Received: {value!r}")
+            raise ValueError(f"{name} has no known unit; write it like {example}. Received: {value!r:.200}")
         number, unit = float(match[1]), match[2]
     if not _checks.is_number(number, is_finite=False):
-        raise ValueError(f"{name} must be a number, or text like {example}. Received: {value!r}")
+        raise ValueError(f"{name} must be a number, or text like {example}. Received: {value!r:.200}")
     result = float(number) * (units[unit] if unit else 1.0)
-    if result < 0 or (least is None and result == 0):
-        raise ValueError(f"{name} must be {'greater than 0' if least is None else '0 or more'}. Received: {value!r}")
+    if result < 0 or (is_above_0 and result == 0):
+        raise ValueError(f"{name} must be {'greater than 0' if is_above_0 else '0 or more'}. Received: {value!r:.200}")
     return result
 
 
+# Checks take a value, and the name of its argument.
+_Check = Callable[[Any, str], Any]
+bytes_per_sec = functools.partial(_number, units=_RATES, example="10Gbit or 1GB/s", is_above_0=True)
+num_bytes = functools.partial(_number, units=_BYTES, example="100MB")
+secs = functools.partial(_number, units=_SECS, example="50us or 0.1s")
 EVERY_WORKER = "*"
 _INDEX_BYTES = 8
 _WORKER = re.compile(r"worker:(\d+)")
 
 
+class Checked:
+    """A frozen dataclass whose annotations check the values, and convert texts; a default of None is not checked.
+
+    Raises:
+      ValueError: a value is invalid; the message names its argument.
+    """
+
+    def __post_init__(self) -> None:
+        for name, check in _checks_of(type(self)):
+            value = getattr(self, name)
+            if value is not None or getattr(type(self), name, ...) is not None:
+                object.__setattr__(self, name, check(value, f"{type(self).__name__}({name}=...)"))
+
+
+@functools.cache
+def _checks_of(kind: type) -> list[tuple[str, _Check]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [(name, check) for name, hint in hints.items() for check in getattr(hint, "__metadata__", ())]
+
+
+def must(meaning: str, is_valid: Callable[[Any], bool]) -> _Check:
+    """Makes a check that raises ValueError for a value that is invalid, and says what it must be."""
+
+    def check(value: Any, name: str) -> Any:
+        if not is_valid(value):
+            raise ValueError(f"{name} must {meaning}. Received: {value!r:.200}")
+        return value
+
+    return check
+
+
+def _is_number(value: Any, most: float = sys.float_info.max) -> bool:
+    return _checks.is_number(value) and 0 <= value <= most
+
+
+def _step_secs(value: Any, name: str) -> Any:
+    if not isinstance(value, Mapping):
+        return secs(value, name)
+    if not value:
+        raise ValueError(f"{name} must have a batch size. Received: {{}}")
+    return {_count(size, name): secs(each, name) for size, each in sorted(value.items())}
+
+
+_count = must("be an integer of at least 1", _checks.is_count)
+_distribution = must(
+    "be a distribution such as lognormal(mean=0.2, s=1.0)", lambda value: isinstance(value, DelayDistribution)
+)
+_factor = must("be a number above 0", lambda value: _is_number(value) and value > 0)
+Rate, Size, Secs = Annotated[Any, bytes_per_sec], Annotated[Any, num_bytes], Annotated[Any, secs]
+Count = Annotated[int, _count]
+Index = Annotated[int, must("be an integer of at least 0", functools.partial(_checks.is_count, at_least=0))]
+Factor = Annotated[float, _factor]
+Amount = Annotated[float, must("be a number of at least 0", _is_number)]
+Share = Annotated[float, must("be a share from 0 to 1", functools.partial(_is_number, most=1.0))]
+Queueing = Annotated[Literal["fair", "fifo"] | None, must('be "fair" or "fifo"', ("fair", "fifo").__contains__)]
+
+
 @dataclasses.dataclass(frozen=True)
-class NetworkModel:
+class NetworkModel(Checked):
     """Bandwidth and latency of the links.
 
     Attributes:
@@ -97,25 +132,16 @@ class NetworkModel:
         times stay in step, and use each direction of the link in turn only.)
     """
 
-    bandwidth: Any = math.inf
-    latency_secs: Any = 0.0
-    within_bandwidth: Any = math.inf
-    within_latency_secs: Any = 0.0
-    server_bandwidth: Any = None
-    queueing: Literal["fair", "fifo"] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "within_bandwidth", "server_bandwidth"):
-            if getattr(self, name) is not None:
-                _set(self, name, bytes_per_sec(getattr(self, name), f"NetworkModel({name}=...)"))
-        for name in ("latency_secs", "within_latency_secs"):
-            _set(self, name, secs(getattr(self, name), f"NetworkModel({name}=...)"))
-        if self.queueing not in (None, "fair", "fifo"):
-            raise ValueError(f'NetworkModel(queueing=...) must be "fair" or "fifo". Received: {self.queueing!r}')
+    bandwidth: Rate = math.inf
+    latency_secs: Secs = 0.0
+    within_bandwidth: Rate = math.inf
+    within_latency_secs: Secs = 0.0
+    server_bandwidth: Rate = None
+    queueing: Queueing = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
+class Failure(Checked):
     """Loss of one worker at a known time.
 
     Attributes:
@@ -124,19 +150,13 @@ class Failure:
       back_after_secs: time until the worker is back; None for never.
     """
 
-    secs: Any
-    worker: int
-    back_after_secs: Any = None
-
-    def __post_init__(self) -> None:
-        _set(self, "secs", secs(self.secs, "Failure(secs=...)"))
-        _checks.check_count("Failure", "worker", self.worker, at_least=0)
-        if self.back_after_secs is not None:
-            _set(self, "back_after_secs", secs(self.back_after_secs, "Failure(back_after_secs=...)"))
+    secs: Secs
+    worker: Index
+    back_after_secs: Secs = None
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterModel:
+class ClusterModel(Checked):
     """Machines on which a job runs.
 
     Attributes:
@@ -153,38 +173,29 @@ class ClusterModel:
       network: bandwidths and latencies.
     """
 
-    workers: int = 1
-    devices_per_worker: int = 1
-    workers_per_machine: int = 1
-    servers: int = 1
-    compute: DelayDistribution | None = None
+    workers: Count = 1
+    devices_per_worker: Count = 1
+    workers_per_machine: Count = 1
+    servers: Index = 1
+    compute: Annotated[DelayDistribution | None, _distribution] = None
     speeds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     delays: Mapping[str, DelayDistribution] = dataclasses.field(default_factory=dict)
     failures: Sequence[Failure] = ()
-    network: NetworkModel = dataclasses.field(default_factory=NetworkModel)
+    network: NetworkModel = NetworkModel()
 
     def __post_init__(self) -> None:
-        for name in ("workers", "devices_per_worker", "workers_per_machine"):
-            _checks.check_count("ClusterModel", name, getattr(self, name), at_least=1)
-        _checks.check_count("ClusterModel", "servers", self.servers, at_least=0)
-        if self.compute is not None:
-            _check_distribution("ClusterModel(compute=...)", self.compute)
-        for name in ("speeds", "delays"):
-            for worker in getattr(self, name):
-                _check_worker(f"ClusterModel({name}=...)", worker, self.workers)
-        for worker, speed in self.speeds.items():
-            if not _checks.is_number(speed, is_finite=False) or not 0 < speed < math.inf:
-                raise ValueError(f"ClusterModel(speeds=...) must be numbers above 0. Received: {worker!r}: {speed!r}")
-        for worker, delay in self.delays.items():
-            _check_distribution(f"ClusterModel(delays={{{worker!r}: ...}})", delay)
+        super().__post_init__()
+        for name, check in (("speeds", _factor), ("delays", _distribution)):
+            for worker, value in getattr(self, name).items():
+                match = _WORKER.fullmatch(worker) if isinstance(worker, str) else None
+                if worker != EVERY_WORKER and (match is None or int(match[1]) >= self.workers):
+                    known = f'"worker:0" to "worker:{self.workers - 1}", or "*"'
+                    raise ValueError(f"ClusterModel({name}=...) is by worker: {known}. Received: {worker!r}")
+                check(value, f"ClusterModel({name}={{{worker!r}: ...}})")
         for failure in self.failures:
-            if not isinstance(failure, Failure) or failure.worker >= self.workers:
-                raise ValueError(
-                    f"ClusterModel(failures=...) must be Failures of workers 0 to {self.workers - 1}. "
-                    f"Received: {failure!r}"
-                )
-        if not isinstance(self.network, NetworkModel):
-            raise ValueError(f"ClusterModel(network=...) must be a NetworkModel. Received: {self.network!r}")
+            if failure.worker >= self.workers:
+                known = f"Failures of workers 0 to {self.workers - 1}"
+                raise ValueError(f"ClusterModel(failures=...) must be {known}. Received: {failure!r}")
 
     @property
     def machines(self) -> int:
@@ -202,7 +213,7 @@ class ClusterModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseTable:
+class SparseTable(Checked):
     """An embedding table, of which a step reads and updates some rows only.
 
     Attributes:
@@ -210,19 +221,12 @@ class SparseTable:
       row_bytes: bytes of one row.
     """
 
-    rows_touched: float
-    row_bytes: Any
-
-    def __post_init__(self) -> None:
-        if not _checks.is_number(self.rows_touched, is_finite=False) or self.rows_touched < 0:
-            raise ValueError(
-                f"SparseTable(rows_touched=...) must be a number of at least 0. Received: {self.rows_touched!r}"
-            )
-        _set(self, "row_bytes", num_bytes(self.row_bytes, "SparseTable(row_bytes=...)"))
+    rows_touched: Amount
+    row_bytes: Size
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelProfile:
+class ModelProfile(Checked):
     """The model that is trained, and the cost of a step on one device.
 
     Attributes:
@@ -237,36 +241,13 @@ class ModelProfile:
       overlap: share of a step's computing time during which an all-reduce of its gradients can already run; 0 to 1.
     """
 
-    dense_bytes: Any = 0.0
+    dense_bytes: Size = 0.0
     sparse_tables: Sequence[SparseTable] = ()
-    batch_size: int = 1
-    step_secs: float | str | Mapping[int, float] | None = None
-    update_secs: Any = 0.0
-    optimizer_bytes: Any = 0.0
-    overlap: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("dense_bytes", "optimizer_bytes"):
-            _set(self, name, num_bytes(getattr(self, name), f"ModelProfile({name}=...)"))
-        _set(self, "update_secs", secs(self.update_secs, "ModelProfile(update_secs=...)"))
-        _checks.check_count("ModelProfile", "batch_size", self.batch_size, at_least=1)
-        if not all(isinstance(table, SparseTable) for table in self.sparse_tables):
-            raise ValueError(f"ModelProfile(sparse_tables=...) must be SparseTables. Received: {self.sparse_tables!r}")
-        if not _checks.is_number(self.overlap, is_finite=False) or not 0 <= self.overlap <= 1:
-            raise ValueError(f"ModelProfile(overlap=...) must be a share from 0 to 1. Received: {self.overlap!r}")
-        self._check_step_secs()
-
-    def _check_step_secs(self) -> None:
-        if isinstance(self.step_secs, Mapping):
-            if not self.step_secs:
-                raise ValueError("ModelProfile(step_secs=...) must have a batch size. Received: {}")
-            table = {}
-            for size, each in self.step_secs.items():
-                _checks.check_count("ModelProfile", "step_secs", size, at_least=1)
-                table[size] = secs(each, f"ModelProfile(step_secs={{{size!r}: ...}})")
-            _set(self, "step_secs", dict(sorted(table.items())))
-        elif self.step_secs is not None:
-            _set(self, "step_secs", secs(self.step_secs, "ModelProfile(step_secs=...)"))
+    batch_size: Count = 1
+    step_secs: Annotated[float | str | Mapping[int, float] | None, _step_secs] = None
+    update_secs: Secs = 0.0
+    optimizer_bytes: Size = 0.0
+    overlap: Share = 0.0
 
     @property
     def mean_step_secs(self) -> float | None:
@@ -287,7 +268,7 @@ class ModelProfile:
 
 
 @dataclasses.dataclass(frozen=True)
-class CodecModel:
+class CodecModel(Checked):
     """Cost of a codec of `tfdist.Compression`, as far as time is concerned.
 
     Attributes:
@@ -299,25 +280,11 @@ class CodecModel:
       variables_ratio: bytes of variables sent by parameter servers / their bytes, with `Compression(variables=...)`.
     """
 
-    ratio: float
-    encode_bandwidth: Any = math.inf
-    decode_bandwidth: Any = math.inf
+    ratio: Factor
+    encode_bandwidth: Rate = math.inf
+    decode_bandwidth: Rate = math.inf
     commutes_with_sum: bool = False
-    variables_ratio: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("ratio", "variables_ratio"):
-            if not _checks.is_number(getattr(self, name), is_finite=False) or not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"CodecModel({name}=...) must be a number above 0. Received: {getattr(self, name)!r}")
-        for name in ("encode_bandwidth", "decode_bandwidth"):
-            _set(self, name, bytes_per_sec(getattr(self, name), f"CodecModel({name}=...)"))
-
-
-def _check_worker(argument: str, name: object, workers: int) -> None:
-    """Raises ValueError unless there is a worker of this name, such as "worker:3", or it is "*"."""
-    match = _WORKER.fullmatch(name) if isinstance(name, str) else None
-    if name != EVERY_WORKER and (match is None or int(match[1]) >= workers):
-        raise ValueError(f'{argument} is by worker: "worker:0" to "worker:{workers - 1}", or "*". Received: {name!r}')
+    variables_ratio: Factor = 1.0
 
 
 def _interpolated(points: list[tuple[int, float]], size: int) -> float:
@@ -329,15 +296,3 @@ def _interpolated(points: list[tuple[int, float]], size: int) -> float:
     upper = next((index for index, point in enumerate(points) if point[0] >= size), len(points) - 1)
     (x0, y0), (x1, y1) = points[upper - 1], points[upper]
     return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
-
-
-def _check_distribution(argument: str, value: object) -> None:
-    if not isinstance(value, DelayDistribution):
-        raise ValueError(f"{argument} must be a distribution such as lognormal(mean=0.2, s=1.0). Received: {value!r}")
-    if not math.isfinite(value.mean):
-        raise ValueError(f"{argument} must be a distribution with a finite mean. Received: {value!r}")
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    # The dataclasses are frozen.
-    object.__setattr__(owner, name, value)
