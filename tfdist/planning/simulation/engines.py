@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -31,19 +30,6 @@ STRATEGIES = (MIRRORED, MULTI_WORKER, PARAMETER_SERVER)
 SHORT_NAMES = {"mirrored": MIRRORED, "multi_worker": MULTI_WORKER, "parameter_server": PARAMETER_SERVER}
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Cost of a collective exchange.
-
-    Attributes:
-      secs: its time.
-      bytes_per_replica: bytes that each replica sends.
-    """
-
-    secs: float
-    bytes_per_replica: float
-
-
 class EngineModel:
     """Costs of one strategy on a cluster.
 
@@ -53,6 +39,11 @@ class EngineModel:
       model: the trained model.
       composed: the policies by role.
       codec: cost of the codec of `tfdist.Compression`; None without.
+
+    Attributes:
+      replicas: number of replicas, as the policies count them.
+      devices_per_replica: devices of one replica.
+      steps_per_gradient: H of `ParameterAveraging`: steps of a replica between two exchanges; 1 without.
     """
 
     def __init__(
@@ -63,114 +54,80 @@ class EngineModel:
         composed: composition.Composition,
         codec: CodecModel | None,
     ) -> None:
-        self.strategy = strategy
-        self._cluster = cluster
-        self._network = cluster.network
-        self._model = model
-        self._averaging = composed.averaging
-        self._codec = codec
-
-    @property
-    def is_parameter_server(self) -> bool:
-        """True if variables are on parameter servers."""
-        return self.strategy == PARAMETER_SERVER
-
-    @property
-    def replicas(self) -> int:
-        """Number of replicas, as the policies count them."""
-        return self._cluster.devices_per_worker if self.strategy == MIRRORED else self._cluster.workers
-
-    @property
-    def devices_per_replica(self) -> int:
-        """Number of devices of one replica."""
-        return 1 if self.strategy == MIRRORED else self._cluster.devices_per_worker
-
-    @property
-    def steps_per_gradient(self) -> int:
-        """H of `ParameterAveraging`: steps of a replica between two exchanges; 1 without."""
-        return self._averaging.every_steps if self._averaging else 1
+        self.strategy, self._averaging = strategy, composed.averaging
+        self._cluster, self._network, self._model = cluster, cluster.network, model
+        self._codec = codec or CodecModel(1.0, commutes_with_sum=True)
+        devices, is_mirrored = cluster.devices_per_worker, strategy == MIRRORED
+        self.replicas, self.devices_per_replica = (devices, 1) if is_mirrored else (cluster.workers, devices)
+        self.steps_per_gradient = self._averaging.every_steps if self._averaging else 1
 
     def costs(self, is_synchronous: bool) -> Costs:
         """Builds the costs for the event loop, with new links."""
-        within = self._within_secs() + self._codec_secs()
-        if self.is_parameter_server:
-            return self._server_costs(within, is_synchronous)
-        update_secs = self._model.update_secs
+        size, network, codec, update_secs = self._model.dense_bytes, self._network, self._codec, self._model.update_secs
+        within = network.within_bandwidth, network.within_latency_secs
+        # The devices of a worker sum their gradients.
+        step_secs = links.ring_all_reduce_secs(size, self.devices_per_replica, *within)
+        codec_secs = size / codec.encode_bandwidth
+        if self.strategy == PARAMETER_SERVER or codec.commutes_with_sum:
+            codec_secs += size / codec.decode_bandwidth
+        if self.strategy == PARAMETER_SERVER:
+            return self._server_costs(step_secs + codec_secs, is_synchronous)
         if self._averaging:
             # Each of the H local steps sums over the worker's devices and updates; only the average is exchanged.
-            within = self.steps_per_gradient * (self._within_secs() + update_secs) + self._codec_secs()
-            update_secs = 0.0
+            step_secs, update_secs = self.steps_per_gradient * (step_secs + update_secs), 0.0
+        state = size + self._model.optimizer_bytes
         return Costs(
-            gradient_secs=within,
-            update_secs=lambda count: self.exposed_secs(count) + update_secs,
-            join_secs=self._join_secs,
+            gradient_secs=step_secs + codec_secs,
+            update_secs=lambda count: self._exposed_secs(count) + update_secs,
+            join_secs=lambda count: links.broadcast_secs(state, count, *self._collective_link()),
             needs_all=True,
         )
 
-    # Parameter servers.
-
     def _server_costs(self, within_secs: float, is_synchronous: bool) -> Costs:
         network, cluster, model, devices = self._network, self._cluster, self._model, self.devices_per_replica
-        down_ratio, up_ratio = (self._codec.variables_ratio, self._codec.ratio) if self._codec else (1.0, 1.0)
-        down_bytes = model.dense_bytes * down_ratio + model.sparse_bytes * devices
-        up_bytes = model.dense_bytes * up_ratio + model.sparse_gradient_bytes * devices
-        latency = network.within_latency_secs if cluster.is_one_machine else network.latency_secs
-        capacity, most = self._server_capacity()
-        is_fair = is_synchronous if network.queueing is None else network.queueing == "fair"
-        kind = Link if is_fair else FifoLink
-        takes_time = bool(down_bytes or up_bytes) and min(capacity, most) < math.inf
-        down = kind(capacity, most) if takes_time else None
-        up = kind(capacity, most) if takes_time else None
-        return Costs(
-            down=down,
-            up=up,
-            down_bytes=down_bytes,
-            up_bytes=up_bytes,
-            gradient_secs=within_secs + 2 * latency,
-            update_secs=lambda count: model.update_secs,
-        )
-
-    def _server_capacity(self) -> tuple[float, float]:
-        """Returns bytes per second of all servers together, and of one worker at most."""
-        network, cluster = self._network, self._cluster
+        down_bytes = model.dense_bytes * self._codec.variables_ratio + model.sparse_bytes * devices
+        up_bytes = model.dense_bytes * self._codec.ratio + model.sparse_gradient_bytes * devices
+        # Bytes per second of a server's link, and of one worker at most.
         if cluster.is_one_machine:
-            return cluster.servers * network.within_bandwidth, network.within_bandwidth
-        capacity = (network.server_bandwidth or network.bandwidth) * cluster.servers
-        return capacity, network.bandwidth / min(cluster.workers_per_machine, cluster.workers)
+            latency, server, most = network.within_latency_secs, network.within_bandwidth, network.within_bandwidth
+        else:
+            latency, server = network.latency_secs, network.server_bandwidth or network.bandwidth
+            most = network.bandwidth / min(cluster.workers_per_machine, cluster.workers)
+        capacity = server * cluster.servers
+        is_fair = is_synchronous if network.queueing is None else network.queueing == "fair"
+        takes_time = bool(down_bytes or up_bytes) and min(capacity, most) < math.inf
+        down, up = ((Link if is_fair else FifoLink)(capacity, most) if takes_time else None for _ in range(2))
+        return Costs(down, up, down_bytes, up_bytes, within_secs + 2 * latency, lambda count: model.update_secs)
 
     # Collectives.
 
-    def exchange(self, participants: int) -> Exchange:
-        """Returns the cost of the exchange of one update, or of one average."""
-        size = self._model.dense_bytes
-        if self._averaging:
-            slots = self._model.optimizer_bytes if self._averaging.optimizer_state == "average" else 0.0
-            return self._dense(size + slots, participants)
-        rows = self._model.sparse_gradient_bytes * self.devices_per_replica
-        dense = self._dense(size, participants)
-        if not rows:
-            return dense
-        secs = links.ring_all_gather_secs(rows, participants, *self._collective_link())
-        return Exchange(dense.secs + secs, dense.bytes_per_replica + (participants - 1) * rows)
+    def exchange(self, participants: int) -> tuple[float, float]:
+        """Returns the seconds of the exchange of one update, or of one average, and the bytes that a replica sends."""
+        size, rows, codec = self._model.dense_bytes, 0.0, self._codec
+        others, link = participants - 1, self._collective_link()
+        if not self._averaging:
+            rows = self._model.sparse_gradient_bytes * self.devices_per_replica
+        elif self._averaging.optimizer_state == "average":
+            size += self._model.optimizer_bytes
+        secs = sent = 0.0
+        if size and others:
+            size *= codec.ratio
+            if codec.commutes_with_sum:
+                secs, sent = links.ring_all_reduce_secs(size, participants, *link), 2 * others / participants * size
+            else:
+                secs, sent = links.ring_all_gather_secs(size, participants, *link), others * size
+                secs += participants * self._model.dense_bytes / codec.decode_bandwidth
+        if rows:
+            secs, sent = secs + links.ring_all_gather_secs(rows, participants, *link), sent + others * rows
+        return secs, sent
 
-    def _dense(self, size: float, participants: int) -> Exchange:
-        if not size or participants == 1:
-            return Exchange(0.0, 0.0)
-        size *= self._codec.ratio if self._codec else 1.0
-        if self._codec and not self._codec.commutes_with_sum:
-            secs = links.ring_all_gather_secs(size, participants, *self._collective_link())
-            decoding = participants * self._model.dense_bytes / self._codec.decode_bandwidth
-            return Exchange(secs + decoding, (participants - 1) * size)
-        secs = links.ring_all_reduce_secs(size, participants, *self._collective_link())
-        return Exchange(secs, 2 * (participants - 1) / participants * size)
-
-    def exposed_secs(self, participants: int) -> float:
+    def _exposed_secs(self, participants: int) -> float:
         """Returns the time of an exchange that computing does not hide."""
         step_secs = self._model.mean_step_secs
         if step_secs is None and self._cluster.compute is not None:
             step_secs = self._cluster.compute.mean
         hidden = 0.0 if self._averaging else self._model.overlap * (step_secs or 0.0)
-        return max(0.0, self.exchange(participants).secs - hidden)
+        return max(0.0, self.exchange(participants)[0] - hidden)
 
     def _collective_link(self) -> tuple[float, float]:
         """Returns the bandwidth and the latency of a collective's messages."""
@@ -178,39 +135,12 @@ class EngineModel:
         if self.strategy == MIRRORED or cluster.is_one_machine:
             return network.within_bandwidth, network.within_latency_secs
         # In a ring each machine's link is crossed once in each direction, however many workers the machine has.
-        bandwidth = network.bandwidth
-        if cluster.workers_per_machine > 1:
-            bandwidth = min(bandwidth, network.within_bandwidth)
-        return bandwidth, network.latency_secs
-
-    def _join_secs(self, participants: int) -> float:
-        size = self._model.dense_bytes + self._model.optimizer_bytes
-        return links.broadcast_secs(size, participants, *self._collective_link())
-
-    # Within a replica.
-
-    def _within_secs(self) -> float:
-        """Time in which the devices of one worker sum their gradients."""
-        network = self._network
-        return links.ring_all_reduce_secs(
-            self._model.dense_bytes, self.devices_per_replica, network.within_bandwidth, network.within_latency_secs
-        )
-
-    def _codec_secs(self) -> float:
-        if self._codec is None:
-            return 0.0
-        secs = self._model.dense_bytes / self._codec.encode_bandwidth
-        if self.is_parameter_server or self._codec.commutes_with_sum:
-            secs += self._model.dense_bytes / self._codec.decode_bandwidth
-        return secs
+        within = network.within_bandwidth if cluster.workers_per_machine > 1 else math.inf
+        return min(network.bandwidth, within), network.latency_secs
 
 
 def check_simulable(strategy: str, cluster: ClusterModel) -> None:
-    """Checks that a strategy can run on a cluster.
-
-    Raises:
-      ValueError: it can't, or there is no such strategy.
-    """
+    """Raises ValueError if a strategy can't run on a cluster, or is none."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}. Received: strategy={strategy!r}")
     if strategy == MIRRORED and cluster.workers != 1:

@@ -81,7 +81,7 @@ def simulate(
         costs,
         warmup=composed.warmup,
         steps_per_epoch=steps_per_epoch,
-        ends_epochs=engine.is_parameter_server and composed.aggregation is None,
+        ends_epochs=strategy == engines.PARAMETER_SERVER and composed.aggregation is None,
         losses=[(each.secs, each.worker, each.back_after_secs) for each in cluster.failures],
     )
     loop.run(num_updates)
@@ -309,14 +309,14 @@ def _busy_secs(records: result.GradientRecords, until: float, latency_secs: floa
 
 
 def _links(loop: EventLoop, engine: EngineModel, costs: Costs, secs: float) -> dict[str, LinkUse]:
-    if engine.is_parameter_server:
+    if engine.strategy == engines.PARAMETER_SERVER:
         used = {"from the servers": costs.down, "to the servers": costs.up}
         return {name: _use(link, secs) for name, link in used.items() if link}
-    if not engine.exchange(engine.replicas).bytes_per_replica:
+    found = [(*engine.exchange(count), count, updates) for count, updates in loop.taking_part.items()]
+    if not engine.exchange(engine.replicas)[1]:
         return {}
-    each = [(engine.exchange(count), count * updates, updates) for count, updates in loop.taking_part.items()]
-    sent = sum(exchange.bytes_per_replica * messages for exchange, messages, _ in each)
-    busy = sum(exchange.secs * updates for exchange, _, updates in each)
+    sent = sum(each * count * updates for _, each, count, updates in found)
+    busy = sum(each * updates for each, _, _, updates in found)
     return {"between replicas": LinkUse(sent, min(1.0, busy / secs) if secs else 0.0)}
 
 
