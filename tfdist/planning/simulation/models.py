@@ -207,9 +207,10 @@ class ClusterModel(Checked):
         """True if several workers share the only machine, so that all traffic stays within it."""
         return self.machines == 1 and self.workers_per_machine > 1
 
-    def speed(self, worker: int) -> float:
-        """Returns the relative speed of a worker."""
-        return self.speeds.get(f"worker:{worker}", self.speeds.get(EVERY_WORKER, 1.0))
+    def of_worker(self, name: Literal["speeds", "delays"], worker: int, default: Any) -> Any:
+        """Returns the relative speed, or the delay, of a worker."""
+        table = getattr(self, name)
+        return table.get(f"worker:{worker}", table.get(EVERY_WORKER, default))
 
 
 @dataclasses.dataclass(frozen=True)

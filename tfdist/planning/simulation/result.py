@@ -12,9 +12,6 @@ from typing import Any
 
 from tfdist.policies.base import Update
 
-# Record of every simulated gradient, in columns: a cluster of thousands of workers makes millions of them.
-
-
 IN_FLIGHT, ACCEPTED, DROPPED, LOST = range(4)
 OUTCOMES = ("in flight", "accepted", "dropped", "lost")
 
@@ -47,27 +44,23 @@ class GradientRecord:
 
 
 class GradientRecords:
-    """A sequence of `GradientRecord`, in the order of the starts. The columns are arrays."""
+    """A sequence of `GradientRecord`, in the order of the starts.
+
+    The columns are arrays: a cluster of thousands of workers makes millions of gradients.
+    """
 
     def __init__(self) -> None:
-        self.replica = array.array("i")
-        self.started = array.array("d")
-        self.received = array.array("d")
-        self.computed = array.array("d")
-        self.arrived = array.array("d")
-        self.local_step = array.array("i")
-        self.outcome = array.array("b")
-        self.staleness = array.array("i")
-        self.update = array.array("i")
+        self.replica, self.local_step = array.array("i"), array.array("i")
+        self.started, self.received = array.array("d"), array.array("d")
+        self.computed, self.arrived = array.array("d"), array.array("d")
+        self.outcome, self.staleness, self.update = array.array("b"), array.array("i"), array.array("i")
 
     def add(self, replica: int, time: float, local_step: int) -> int:
         """Adds a gradient that starts now; returns its index."""
         self.replica.append(replica)
-        self.started.append(time)
-        self.received.append(time)
-        self.computed.append(time)
-        self.arrived.append(time)
         self.local_step.append(local_step)
+        for times in (self.started, self.received, self.computed, self.arrived):
+            times.append(time)
         self.outcome.append(IN_FLIGHT)
         self.staleness.append(-1)
         self.update.append(-1)
@@ -117,19 +110,23 @@ class Simulation:
         return len(self.updates) / self.seconds if self.seconds else float("inf")
 
     @functools.cached_property
+    def _counts(self) -> collections.Counter[tuple[int, int]]:
+        return collections.Counter(zip(self.gradients.outcome, self.gradients.replica, strict=True))
+
+    @property
     def accepted(self) -> tuple[int, ...]:
         """Number of each replica's gradients that entered an update."""
-        return self._count(ACCEPTED)
+        return tuple(self._counts[ACCEPTED, replica] for replica in range(self.replicas))
 
-    @functools.cached_property
+    @property
     def dropped(self) -> tuple[int, ...]:
         """Number of each replica's gradients that were dropped."""
-        return self._count(DROPPED)
+        return tuple(self._counts[DROPPED, replica] for replica in range(self.replicas))
 
-    @functools.cached_property
+    @property
     def lost(self) -> tuple[int, ...]:
         """Number of each replica's gradients that were lost with the replica."""
-        return self._count(LOST)
+        return tuple(self._counts[LOST, replica] for replica in range(self.replicas))
 
     @functools.cached_property
     def staleness(self) -> dict[int, int]:
@@ -146,13 +143,6 @@ class Simulation:
     def wait_secs(self) -> float:
         """Time for which updates waited for gradients (`Update.wait_secs`)."""
         return sum(update.wait_secs for update in self.updates)
-
-    def _count(self, outcome: int) -> tuple[int, ...]:
-        counts = [0] * self.replicas
-        for replica, each in zip(self.gradients.replica, self.gradients.outcome, strict=True):
-            if each == outcome:
-                counts[replica] += 1
-        return tuple(counts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,7 @@ from tfdist.planning.simulation import engines, result
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
 from tfdist.planning.simulation.engines import EngineModel
 from tfdist.planning.simulation.event_loop import Costs, EventLoop
-from tfdist.planning.simulation.links import Link
-from tfdist.planning.simulation.models import EVERY_WORKER, ClusterModel, CodecModel, ModelProfile
+from tfdist.planning.simulation.models import ClusterModel, CodecModel, ModelProfile
 from tfdist.planning.simulation.result import LinkUse, Result, Simulation, limit_in_words
 from tfdist.policies import base, composition
 from tfdist.policies.base import Policy
@@ -65,12 +64,20 @@ def simulate(
     """
     model = ModelProfile() if model is None else model
     strategy = engines.SHORT_NAMES.get(strategy, strategy)
-    _check(cluster, model, strategy, num_updates, steps_per_epoch)
+    engines.check_simulable(strategy, cluster)
+    _checks.check_count("simulate", "num_updates", num_updates)
+    _checks.check_count("simulate", "steps_per_epoch", steps_per_epoch, at_least=0)
     policies = composition.check_policies(policies, strategy)
     given = tuple(map(repr, policies))
     replicas = cluster.devices_per_worker if strategy == engines.MIRRORED else cluster.workers
     composed = composition.compose(policies, strategy, replicas)
-    _check_composed(composed, codec, steps_per_epoch)
+    if (composed.compression is None) != (codec is None):
+        raise ValueError(
+            "simulate(codec=...) is the cost of the codec of tfdist.Compression: give both, or none. "
+            f"Received: {composed.compression or 'no Compression'!s}, codec={codec!r}"
+        )
+    if composed.warmup is not None and composed.warmup.unit == "epochs" and not steps_per_epoch:
+        raise ValueError(f"{composed.warmup!r}: simulate(steps_per_epoch=...) must say how long an epoch is")
     engine = EngineModel(strategy, cluster, model, composed, codec)
     policy = engines.aggregation(strategy, composed, replicas)
     costs = engine.costs(policy.is_synchronous)
@@ -85,7 +92,7 @@ def simulate(
         losses=[(each.secs, each.worker, each.back_after_secs) for each in cluster.failures],
     )
     loop.run(num_updates)
-    return _result(loop, engine, costs, cluster, model, times, given)
+    return _result(loop, engine, costs, model, times, given)
 
 
 def simulate_policy(
@@ -139,8 +146,6 @@ def simulate_policy(
 
 def _checked(durations: Durations | DelayDistribution | float) -> Durations:
     """Returns a function of the durations, which raises ValueError for one that is no time."""
-    if isinstance(durations, DelayDistribution):
-        return functools.partial(durations.draw, 0)
 
     def secs(replica: int, attempt: int) -> float:
         found = durations(replica, attempt) if callable(durations) else durations
@@ -148,7 +153,7 @@ def _checked(durations: Durations | DelayDistribution | float) -> Durations:
             raise ValueError(f"simulate_policy(durations=...) must be seconds, 0 or more. Received: {found!r}")
         return found
 
-    return secs
+    return functools.partial(durations.draw, 0) if isinstance(durations, DelayDistribution) else secs
 
 
 def _of(loop: EventLoop, replicas: int) -> dict[str, Any]:
@@ -188,73 +193,42 @@ class ComputingTimes:
         self._scale = 1.0 if cluster.compute is None or mean is None else mean / cluster.compute.mean
         self.mean = cluster.compute.mean * self._scale if cluster.compute is not None else float(mean or 0.0)
         self._devices, self._steps, self._seed = engine.devices_per_replica, engine.steps_per_gradient, seed
-        self._factors = [1.0 / cluster.speed(replica) for replica in range(engine.replicas)]
-        self._delays = [_delay(cluster, replica) for replica in range(engine.replicas)]
-        self._has_delays = any(self._delays)
+        replicas = range(engine.replicas)
+        self._factors = [1.0 / cluster.of_worker("speeds", replica, 1.0) for replica in replicas]
+        self._delays = [cluster.of_worker("delays", replica, None) for replica in replicas]
         is_random = cluster.compute is not None and cluster.compute.name != "constant"
         # One generator for each replica, so that its draws don't depend on the order of events.
-        self._randoms = [random.Random(f"{seed}:{replica}") for replica in range(engine.replicas if is_random else 0)]
+        self._randoms = [random.Random(f"{seed}:{replica}") for replica in replicas] if is_random else []
 
     def secs(self, replica: int, attempt: int) -> float:
         """Returns the seconds of one gradient; called in the order of attempts for each replica."""
-        if not self._randoms:
-            secs = self._steps * self.mean
-        elif self._devices == self._steps == 1:
-            secs = self._distribution.quantile(self._uniform(replica), attempt) * self._scale  # type: ignore[union-attr]
-        else:
-            first = attempt * self._steps
-            secs = sum(self._slowest(replica, each) for each in range(first, first + self._steps))
+        delay = self._delays[replica]
+        if self._devices == self._steps == 1:
+            secs = self._step(replica, attempt) * self._factors[replica]
+            return secs + delay.draw(self._seed, replica, attempt) if delay else secs
+        steps = range(attempt * self._steps, (attempt + 1) * self._steps)
+        # The replica waits for the slowest of its devices.
+        secs = sum(max(self._step(replica, each) for _ in range(self._devices)) for each in steps)
         secs *= self._factors[replica]
-        return secs + self._delay(replica, attempt) if self._has_delays else secs
+        return secs + sum(delay.draw(self._seed, replica, each) for each in steps) if delay else secs
+
+    def _step(self, replica: int, attempt: int) -> float:
+        if not self._randoms:
+            return self.mean
+        # In (0, 1), where quantiles are finite.
+        uniform = self._randoms[replica].random() or 2.0**-54
+        return self._distribution.quantile(uniform, attempt) * self._scale  # type: ignore[union-attr]
 
     def mean_secs(self, replica: int) -> float:
         """Returns the expected seconds of one step of one device of a replica."""
         delay = self._delays[replica]
         return self.mean * self._factors[replica] + (delay.mean if delay else 0.0)
 
-    def _slowest(self, replica: int, attempt: int) -> float:
-        quantile = self._distribution.quantile  # type: ignore[union-attr]
-        return self._scale * max(quantile(self._uniform(replica), attempt) for _ in range(self._devices))
-
-    def _uniform(self, replica: int) -> float:
-        # In (0, 1), where quantiles are finite.
-        return self._randoms[replica].random() or 2.0**-54
-
-    def _delay(self, replica: int, attempt: int) -> float:
-        delay = self._delays[replica]
-        if delay is None:
-            return 0.0
-        first = attempt * self._steps
-        return sum(delay.draw(self._seed, replica, each) for each in range(first, first + self._steps))
-
-
-def _delay(cluster: ClusterModel, replica: int) -> DelayDistribution | None:
-    return cluster.delays.get(f"worker:{replica}", cluster.delays.get(EVERY_WORKER))
-
-
-def _check(cluster: ClusterModel, model: ModelProfile, strategy: str, num_updates: int, steps_per_epoch: int) -> None:
-    if not isinstance(cluster, ClusterModel) or not isinstance(model, ModelProfile):
-        raise ValueError(f"simulate takes a ClusterModel and a ModelProfile. Received: {cluster!r}, {model!r}")
-    engines.check_simulable(strategy, cluster)
-    _checks.check_count("simulate", "num_updates", num_updates)
-    _checks.check_count("simulate", "steps_per_epoch", steps_per_epoch, at_least=0)
-
-
-def _check_composed(composed: composition.Composition, codec: CodecModel | None, steps_per_epoch: int) -> None:
-    if (composed.compression is None) != (codec is None):
-        raise ValueError(
-            "simulate(codec=...) is the cost of the codec of tfdist.Compression: give both, or none. "
-            f"Received: {composed.compression or 'no Compression'!s}, codec={codec!r}"
-        )
-    if composed.warmup is not None and composed.warmup.unit == "epochs" and not steps_per_epoch:
-        raise ValueError(f"{composed.warmup!r}: simulate(steps_per_epoch=...) must say how long an epoch is")
-
 
 def _result(
     loop: EventLoop,
     engine: EngineModel,
     costs: Costs,
-    cluster: ClusterModel,
     model: ModelProfile,
     times: ComputingTimes,
     policies: tuple[str, ...],
@@ -265,11 +239,11 @@ def _result(
     alone = [1.0 / each if (each := times.mean_secs(replica)) else float("inf") for replica in range(replicas)]
     all_alone = model.batch_size * engine.devices_per_replica * sum(alone)
     examples_per_sec = count * examples / secs if secs else float("inf")
-    computing, transfer = _busy_secs(loop.gradients, secs, costs.gradient_secs)
-    total = max(secs * replicas, 1e-300)
-    computing_share, transfer_share = computing / total, transfer / total
-    held_share = max(0.0, 1.0 - computing_share - transfer_share)
-    updating_share = min(loop.busy_secs, secs) / secs if secs else 0.0
+    computing, transfer = (
+        busy / max(secs * replicas, 1e-300) for busy in _busy_secs(loop.gradients, secs, costs.gradient_secs)
+    )
+    held_share = max(0.0, 1.0 - computing - transfer)
+    updating = min(loop.busy_secs, secs) / secs if secs else 0.0
     links = _links(loop, engine, costs, secs)
     return Result(
         **_of(loop, replicas),
@@ -279,13 +253,13 @@ def _result(
         examples_per_sec=examples_per_sec,
         single_examples_per_sec=model.batch_size * max(alone),
         efficiency=examples_per_sec / all_alone if secs else 1.0,
-        computing_share=computing_share,
-        transfer_share=transfer_share,
+        computing_share=computing,
+        transfer_share=transfer,
         held_share=held_share,
         held_secs=tuple(loop.held_secs),
         updating_secs=loop.busy_secs,
         links=links,
-        limit=limit_in_words(links, computing_share, transfer_share, held_share, updating_share),
+        limit=limit_in_words(links, computing, transfer, held_share, updating),
     )
 
 
@@ -310,15 +284,10 @@ def _busy_secs(records: result.GradientRecords, until: float, latency_secs: floa
 
 def _links(loop: EventLoop, engine: EngineModel, costs: Costs, secs: float) -> dict[str, LinkUse]:
     if engine.strategy == engines.PARAMETER_SERVER:
-        used = {"from the servers": costs.down, "to the servers": costs.up}
-        return {name: _use(link, secs) for name, link in used.items() if link}
-    found = [(*engine.exchange(count), count, updates) for count, updates in loop.taking_part.items()]
-    if not engine.exchange(engine.replicas)[1]:
-        return {}
-    sent = sum(each * count * updates for _, each, count, updates in found)
-    busy = sum(each * updates for each, _, _, updates in found)
-    return {"between replicas": LinkUse(sent, min(1.0, busy / secs) if secs else 0.0)}
-
-
-def _use(link: Link, secs: float) -> LinkUse:
-    return LinkUse(link.bytes_sent, min(1.0, link.bytes_sent / (link.capacity * secs)) if secs else 0.0)
+        both = {"from the servers": costs.down, "to the servers": costs.up}
+        used = {name: (link.bytes_sent, link.bytes_sent / link.capacity) for name, link in both.items() if link}
+    else:
+        found = [(*engine.exchange(count), count, updates) for count, updates in loop.taking_part.items()]
+        sent = sum(each * count * updates for _, each, count, updates in found)
+        used = {"between replicas": (sent, sum(each * updates for each, _, _, updates in found))} if sent else {}
+    return {name: LinkUse(sent, min(1.0, busy / secs) if secs else 0.0) for name, (sent, busy) in used.items()}
