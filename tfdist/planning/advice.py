@@ -43,7 +43,7 @@ class Setting:
       workers: number of workers.
       label: the policies in words, for tables.
       code: the policies as a user writes them.
-      policies: builds the policies; they keep state, so each simulation needs new ones.
+      policy: builds the policy; it keeps state, so each simulation needs a new one. None without a policy.
       servers: parameter servers; 0 without.
       codec: cost of the codec of `Compression`.
       is_exact: True if an update is what one device would compute from the global batch: no staleness, no codec.
@@ -53,7 +53,7 @@ class Setting:
     workers: int = 1
     label: str = ""
     code: str = ""
-    policies: Callable[[], list[Policy]] = list
+    policy: Callable[[], Policy] | None = None
     servers: int = 0
     codec: CodecModel | None = None
     is_exact: bool = True
@@ -98,25 +98,11 @@ class Row:
         return {**given, "workers": own.workers, "servers": own.servers, **numbers} | {"setting": str(own)}
 
 
-@dataclasses.dataclass(frozen=True)
-class _NamedCodec:
-    """Stands for a codec of `tfdist.compression`, which needs TensorFlow: the simulator asks for its cost alone."""
-
-    name: str
-    label: str
-    commutes_with_sum: bool
-    unsent: tuple[str, ...] = ("residual",)
-
-    def __repr__(self) -> str:
-        return f"tfdist.compression.{self.name}"
-
-    init = encode = decode = exchange = lambda self, *arguments: None
-
-
-# Bytes sent / bytes, and speeds of one core in bytes of float32 (benchmarks/results/codecs.json). A threshold's ratio
-# is that of a density of 0.25 %.
-_HALF = (_NamedCodec('HalfPrecision("bfloat16")', "bfloat16", True), CodecModel(0.5, 5e9, 5e9, True))
-_THRESHOLD = (_NamedCodec("Threshold()", "threshold", False), CodecModel(0.001, 2e9, 4e9, False))
+# Labels, codecs, and costs: bytes sent / bytes, and speeds of one core in bytes of float32 (benchmarks/results). A
+# threshold's ratio is that of a density of 0.25 %.
+_HALF = "bfloat16", 'HalfPrecision("bfloat16")', CodecModel(0.5, 5e9, 5e9, True)
+_HALF_ON_SERVERS = (*_HALF[:2], dataclasses.replace(_HALF[2], variables_ratio=0.5))
+_THRESHOLD = "threshold", "Threshold()", CodecModel(0.001, 2e9, 4e9, False)
 
 
 def settings(workers: int, samples: Sequence[float], has_dense: bool) -> Iterator[Setting]:
@@ -127,34 +113,36 @@ def settings(workers: int, samples: Sequence[float], has_dense: bool) -> Iterato
       samples: seconds of single steps, from which the spares follow.
       has_dense: whether there are dense gradients to compress.
     """
-    spares, _ = backup_workers.best_spares(
-        [prediction.quantiles(samples, _MOST_SAMPLES)] * workers, workers, workers // 2
-    )
-    label = f"{spares} spare{'s' * (spares > 1)}"
-
-    def build(kind: Callable[..., Policy], *given: Any, **named: Any) -> Callable[[], list[Policy]]:
-        return lambda: [kind(*given, **named)]
-
+    each = prediction.quantiles(samples, _MOST_SAMPLES)
+    spares, _ = backup_workers.best_spares([each] * workers, workers, workers // 2)
+    # One parameter server, and one for four workers.
+    servers = max(1, min(_MOST_SERVERS, workers // 4))
     multi = functools.partial(Setting, MULTI_WORKER, workers)
+    served = functools.partial(Setting, PARAMETER_SERVER, workers)
+
+    def backed(build: Callable[..., Setting], count: int, **given: int) -> Setting:
+        label = f"{count} spare{'s' * (count > 1)}" if count else "synchronous"
+        return build(label, f"BackupWorkers(spares={count})", functools.partial(BackupWorkers, count), **given)
+
+    def encoded(build: Callable[..., Setting], label: str, codec: str, cost: CodecModel, **given: int) -> Setting:
+        # The simulator asks for the cost alone; codecs need TensorFlow.
+        policy = functools.partial(Compression, "auto")
+        code = f"Compression(tfdist.compression.{codec})"
+        return build(label, code, policy, codec=cost, is_exact=False, **given)
+
     yield multi("synchronous")
     if spares:
-        yield multi(label, f"BackupWorkers(spares={spares})", build(BackupWorkers, spares))
-    averaging = f"ParameterAveraging(every_steps={_EVERY_STEPS})"
-    yield multi("averaging", averaging, build(ParameterAveraging, every_steps=_EVERY_STEPS), is_exact=False)
-    for codec, cost in (_HALF, _THRESHOLD) if has_dense else ():
-        yield multi(codec.label, f"Compression({codec!r})", build(Compression, codec), codec=cost, is_exact=False)
-    # One parameter server, and one for four workers.
-    counts = sorted({1, min(_MOST_SERVERS, max(1, workers // 4))})
-    served = functools.partial(Setting, PARAMETER_SERVER, workers)
-    for count in counts:
+        yield backed(multi, spares)
+    policy = functools.partial(ParameterAveraging, every_steps=_EVERY_STEPS)
+    yield multi("averaging", f"ParameterAveraging(every_steps={_EVERY_STEPS})", policy, is_exact=False)
+    if has_dense:
+        yield from (encoded(multi, *codec) for codec in (_HALF, _THRESHOLD))
+    for count in sorted({1, servers}):
         yield served("asynchronous", servers=count, is_exact=False)
     for count in sorted({0, spares}):
-        code = f"BackupWorkers(spares={count})"
-        yield served(label if count else "synchronous", code, build(BackupWorkers, count), counts[-1])
+        yield backed(served, count, servers=servers)
     if has_dense:
-        codec, cost = _HALF[0], dataclasses.replace(_HALF[1], variables_ratio=0.5)
-        code = f"Compression({codec!r})"
-        yield served(codec.label, code, build(Compression, codec), counts[-1], codec=cost, is_exact=False)
+        yield encoded(served, *_HALF_ON_SERVERS, servers=servers)
 
 
 def rows(
@@ -179,7 +167,7 @@ def rows(
                 profile,
                 network,
                 setting.strategy,
-                setting.policies(),
+                [setting.policy()] if setting.policy else [],
                 count,
                 servers=setting.servers or 1,
                 codec=setting.codec,

@@ -18,9 +18,6 @@ from tfdist.planning.simulation.engines import MULTI_WORKER, PARAMETER_SERVER
 from tfdist.policies.base import Aggregation, Policy
 from tfdist.policies.parameter_averaging import ParameterAveraging
 
-# Network of a prediction: "local", a bandwidth such as 10Gbit, or a file of `tfdist doctor --measure`.
-
-
 # TensorFlow's own part of each message on CPUs, measured with TensorFlow 2.21 between two processes of one machine. A
 # sum of 4 floats takes 2 ms, two messages. A sum of a million floats takes 14 ms: gRPC moves about 0.35 GB/s.
 SOFTWARE_LATENCY_SECS = 1e-3
@@ -79,28 +76,22 @@ def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network
     Raises:
       ValueError: the text is neither, or a number is invalid.
     """
+    path, is_one_machine = pathlib.Path(text), text == LOCAL
+    if is_one_machine:
+        bandwidth, usual, shown = _LOOPBACK_BANDWIDTH, _LOOPBACK_LATENCY_SECS, "local links"
+    elif path.suffix == ".json" or path.is_file():
+        remedy = f"write it with tfdist doctor --measure --json={path}, or give a bandwidth such as 10Gbit"
+        links, is_one_machine = doctor_measure.from_json(read_file("--network", text, remedy), text)
+        # A synchronous step waits for the slowest link, so its speed counts.
+        bandwidth = min(link.bytes_per_sec for link in links)
+        usual = statistics.median(each.latency_secs for each in links)
+        shown = f"{len(links)} measured links, the slowest {bandwidth / 0.125e9:.3g} Gbit/s"
+    else:
+        bandwidth, usual, shown = models.bytes_per_sec(text, "--network"), 50e-6, text
+    latency_secs = models.secs(latency or usual, "--latency")
+    shown += f", {1e6 * latency_secs:.0f} us{', of one machine' * is_one_machine}"
     software = math.inf if has_accelerators else SOFTWARE_BANDWIDTH
-    if text == LOCAL:
-        latency_secs = models.secs(latency or _LOOPBACK_LATENCY_SECS, "--latency")
-        shown = "all workers on this machine"
-        return Network(_LOOPBACK_BANDWIDTH, latency_secs, software, shown, is_one_machine=True)
-    path = pathlib.Path(text)
-    if path.suffix == ".json" or path.is_file():
-        return _from_file(path, latency, software)
-    bandwidth = models.bytes_per_sec(text, "--network")
-    latency_secs = models.secs(latency or "50us", "--latency")
-    return Network(bandwidth, latency_secs, software, f"{text}, {1e6 * latency_secs:.0f} us")
-
-
-def _from_file(path: pathlib.Path, latency: str | None, software: float) -> Network:
-    remedy = f"write it with tfdist doctor --measure --json={path}, or give a bandwidth such as 10Gbit"
-    links, is_one_machine = doctor_measure.from_json(read_file("--network", str(path), remedy), str(path))
-    # A synchronous step waits for the slowest link, so its speed counts.
-    bandwidth = min(link.bytes_per_sec for link in links)
-    latency_secs = models.secs(latency or statistics.median(each.latency_secs for each in links), "--latency")
-    text = f"{len(links)} measured links, the slowest {bandwidth / 0.125e9:.3g} Gbit/s, {1e6 * latency_secs:.0f} us"
-    text += ", of one machine" if is_one_machine else ""
-    return Network(bandwidth, latency_secs, software, text, is_one_machine)
+    return Network(bandwidth, latency_secs, software, shown, is_one_machine)
 
 
 # Updates that a simulation makes: of one gradient each, and of one from each worker.
