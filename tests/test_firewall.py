@@ -8,6 +8,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,24 +43,35 @@ def two_hosts(index: int = 0) -> Cluster:
     return Cluster({"worker": {0: "a:2222", 1: "a:2223", 2: "b:2222"}}, Task("worker", index))
 
 
-def rules(described: Cluster, **known: list[str]) -> str:
-    resolve = {**KNOWN, **known}
-    return doctor.rules(described, 1000, lambda host: resolve.get(host, []))
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    hosts = dict(KNOWN)
+
+    def resolve(host: str, *_: object, **__: object) -> list[tuple]:
+        if host not in hosts:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(0, 0, 0, "", (address, 0)) for address in hosts[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return hosts
 
 
+@pytest.mark.usefixtures("known")
 def test_the_rules_as_text():
-    text = rules(two_hosts())
+    text = doctor.rules(two_hosts(), 1000)
     assert "".join(line for line in text.splitlines(keepends=True) if not line.lstrip().startswith("#")) == GOLDEN
 
 
+@pytest.mark.usefixtures("known")
 def test_each_machine_has_rules_for_its_own_ports():
-    text = rules(two_hosts(2))
+    text = doctor.rules(two_hosts(2), 1000)
     assert "tcp dport { 2222 }" in text and "2223" not in text
 
 
-def test_a_host_that_cannot_be_resolved_is_one_line():
+def test_a_host_that_cannot_be_resolved_is_one_line(known: dict[str, list[str]]):
+    del known["b"]
     with pytest.raises(ValueError, match="the host b can't be resolved here") as error:
-        rules(two_hosts(), b=[])
+        doctor.rules(two_hosts(), 1000)
     assert "\n" not in str(error.value)
 
 

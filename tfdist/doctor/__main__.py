@@ -75,7 +75,12 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
             command = f"tfdist launch ssh --hosts=a,b -m tfdist.doctor --{name}"
             raise LaunchError(f"--{name} is for the tasks of a cluster; run {command}. Received: no TF_CONFIG")
     if values.firewall_rules:
-        return _print_rules(os.environ)
+        try:
+            sys.stdout.write(rules(Cluster.from_tf_config(os.environ["TF_CONFIG"]), os.getuid()))
+        except ValueError as error:
+            _log.say(str(error))
+            return 1
+        return 0
     if values.measure:
         return doctor_measure.measure_as_task(os.environ, values.measure_secs, values.json)
     found = examine(values.timeout_secs)
@@ -87,23 +92,6 @@ def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
     sys.stdout.write("".join(f"{line}\n" for line in (*found, summary)))
     sys.stdout.flush()
     return 1 if wrong else 0
-
-
-def _print_rules(env: Mapping[str, str]) -> int:
-    try:
-        sys.stdout.write(rules(Cluster.from_tf_config(env["TF_CONFIG"]), os.getuid(), _resolve))
-    except ValueError as error:
-        _log.say(str(error))
-        return 1
-    return 0
-
-
-def _resolve(host: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return [str(address[0]) for *_, address in found]
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -288,19 +276,15 @@ def reachable(cluster: Cluster, timeout_secs: float) -> list[Finding]:
 # Rules for Linux' firewall (nftables) that admit only a job's hosts and its user to its ports. No TensorFlow import.
 #
 # TensorFlow's servers listen on all interfaces and authenticate no peer. So on a shared network only a firewall keeps
-# other hosts out. `rules` is pure: it returns text for `nft -f`, to be loaded by root.
+# other hosts out. `rules` returns text for `nft -f`, to be loaded by root.
 
 
-_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def rules(cluster: Cluster, user: int, resolve: Callable[[str], Sequence[str]]) -> str:
+def rules(cluster: Cluster, user: int) -> str:
     """Returns the rules for the machine of `cluster.task`.
 
     Args:
       cluster: all tasks of the job.
       user: id of the user that runs the tasks.
-      resolve: returns the IP addresses of a host's name.
 
     Returns:
       A script for `nft -f`. Loading it again replaces its earlier rules for the same ports.
@@ -311,30 +295,28 @@ def rules(cluster: Cluster, user: int, resolve: Callable[[str], Sequence[str]]) 
     tasks = [cluster.address(task) for task in cluster.tasks]
     here = _sockets.address_key(cluster.address())[0]
     ports = sorted({port for host, port in map(_sockets.address_key, tasks) if host == here})
-    hosts = sorted(
-        {address for each in tasks for address in _resolved(_sockets.split_address(each)[0], resolve)}, key=str
-    )
-    sources = [each for each in (_sources(hosts, 4), _sources(hosts, 6)) if each]
+    hosts = {address for each in tasks for address in _addresses(_sockets.split_address(each)[0])}
     to_ports = f"tcp dport {{ {', '.join(map(str, ports))} }} {_OPENING}"
+    allowed = []
+    for name, version in (("ip", 4), ("ip6", 6)):
+        if of_version := sorted(str(host) for host in hosts if host.version == version):
+            allowed.append(f"    {name} saddr {{ {', '.join(of_version)} }} {to_ports} accept")
     return _SCRIPT.format(
         task=cluster.task,
         table=f"tfdist_{ports[0]}",
         user=user,
         to_ports=to_ports,
-        allowed="\n".join(f"    {each} {to_ports} accept" for each in sources),
+        allowed="\n".join(allowed),
     )
 
 
-def _resolved(host: str, resolve: Callable[[str], Sequence[str]]) -> Sequence[_Ip]:
-    found = resolve(host)
-    if not found:
-        raise ValueError(f"the host {host} can't be resolved here, so no rule can let it in; {_MEND_NAME}")
-    return [ipaddress.ip_address(each.partition("%")[0]) for each in found]
-
-
-def _sources(hosts: Sequence[_Ip], version: int) -> str:
-    of_version = [str(host) for host in hosts if host.version == version]
-    return f"{'ip' if version == 4 else 'ip6'} saddr {{ {', '.join(of_version)} }}" if of_version else ""
+def _addresses(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        why = f"the host {host} can't be resolved here, so no rule can let it in"
+        raise ValueError(f"{why}; {_MEND_NAME}") from None
+    return {ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found}
 
 
 # Matches the first packet of a connection; later packets may be answers to a program that uses such a port by chance.
