@@ -52,7 +52,7 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
         (["--workers=0"], "--workers must be a positive integer, such as --workers=1. Received: --workers=0"),
         (["--compute=pareto(mean=1, a=1)"], "--compute=pareto(mean=1, a=1): pareto(a=...): there is a mean only"),
         (["--compute=lognormal"], "--compute must be lognormal(mean, s); write --compute='lognormal(mean=0.2, s=1.0)'"),
-        (["--compute=0.3"], "--compute is no distribution with plain arguments; write it as --compute='constant(secs="),
+        (["--compute=0.3"], "--compute is no distribution with plain arguments; write it as --compute='lognormal(mean=0.2, s=1"),
         (["--policies=Backup(1)"], "--policies names no policy; did you mean BackupWorkers?"),
         (["--sparse_table=many"], "--sparse_table: write it like 2000x256B. Received: 'many'"),
         ([], "no step time is known; add --step_secs=100ms, or --compute='constant(secs=0.1)'. Rec"),

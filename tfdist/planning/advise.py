@@ -48,9 +48,6 @@ def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
     if values.json:
         _files.check_writable(values.json, "--json")
     try:
-        for name in ("examples", "price_per_hour"):
-            if not math.isfinite(getattr(values, name)):
-                raise ValueError(f"--{name} must be a finite number. Received: {getattr(values, name)}")
         if values.price_per_hour and not values.examples:
             raise ValueError("--price-per-hour needs --examples, the number of examples to train on")
         workers = [_workers(text) for text in values.workers or ()]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +15,6 @@ import tensorflow as tf
 from tfdist import _machine
 from tfdist.compat.keras import fit
 from tfdist.planning.profile import MeasuredSteps, NoiseScale, Profile, Table
-
-# Gradients of a model on parts of real batches: which are sparse, how many rows they have, and their squared norms.
-
 
 # A sparse gradient is added up in a dense tensor only below this size.
 _MOST_DENSE_BYTES = 2**28
@@ -43,31 +41,16 @@ def sparse_tables(model: Any, batch: Any) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def squared_norms_of(model: Any) -> Callable[[Sequence[Any]], tuple[float, float]]:
-    """Returns a function of the parts of a batch that returns the mean of their squared norms, and the batch's."""
-
-    @tf.function(reduce_retracing=True)
-    def of_part(part: Any) -> list[Any]:
-        return [_dense(gradient) for gradient in gradients_of(model, part) if gradient is not None]
-
-    def of_parts(parts: Sequence[Any]) -> tuple[float, float]:
-        total: list[Any] = []
-        small = 0.0
-        for part in parts:
-            gradients = of_part(part)
-            small += _squared_norm(gradients) / len(parts)
-            total = [each + other for each, other in zip(total, gradients, strict=True)] if total else gradients
-        return small, _squared_norm(total) / len(parts) ** 2
-
-    return of_parts
+def _squared_norms(model: Any, part: Any) -> tuple[list[Any], Any]:
+    """Returns the dense gradients of a part of a batch, and their squared norm."""
+    gradients = [
+        tf.cast(tf.convert_to_tensor(each), tf.float32) for each in gradients_of(model, part) if each is not None
+    ]
+    return gradients, _squared_norm(gradients)
 
 
-def _dense(gradient: Any) -> Any:
-    return tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-
-
-def _squared_norm(gradients: Sequence[Any]) -> float:
-    return float(tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients]))
+def _squared_norm(gradients: Sequence[Any]) -> Any:
+    return tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients])
 
 
 def bytes_of(variable: Any) -> int:
@@ -111,9 +94,7 @@ def estimate_noise_scale(norms: Sequence[tuple[float, float]], small: float, big
     left_out = [_ratio(sums[0] - mine, sums[1] - theirs, small, big) for mine, theirs in norms]
     if not all(0 < each < math.inf for each in left_out) or value <= 0:
         return None
-    logs = [math.log(each) for each in left_out]
-    middle, count = sum(logs) / len(logs), len(logs)
-    deviation = math.sqrt((count - 1) / count * sum((each - middle) ** 2 for each in logs))
+    deviation = math.sqrt((len(norms) - 1) * statistics.pvariance(map(math.log, left_out)))
     factor = math.exp(min(_QUANTILE * deviation, 700.0))
     return NoiseScale(value, value / factor, value * factor)
 
@@ -150,37 +131,35 @@ class Measuring(keras.callbacks.Callback):
         self.secs: list[float] = []
         self.cpu_secs = self.other_cores = 0.0
         self._limit = secs
-        self._last = self._last_cpu = 0.0
+        self._last = self._last_cpu = self._began = self._others_began = 0.0
         self._seen = 0
-        self._began: tuple[float, float, float | None] = (0.0, 0.0, None)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes a step."""
         now, cpu = time.perf_counter(), time.process_time()
         self._seen += 1
         if self._seen == _WARM_UP:
-            self._began = now, cpu, _machine.busy_secs()
+            self._began, self._others_began = now, self._busy_secs_of_others(cpu)
         elif self._seen > _WARM_UP and self._last:
             # steps_per_execution > 1 calls once for several steps.
             executed = max(1, int(getattr(self.model, "steps_per_execution", 1) or 1))
             self.secs += [(now - self._last) / executed] * executed
             self.cpu_secs += cpu - self._last_cpu
-            is_over = now >= self._began[0] + self._limit or len(self.secs) >= _MOST_SAMPLES
+            is_over = now >= self._began + self._limit or len(self.secs) >= _MOST_SAMPLES
             if is_over and len(self.secs) >= _LEAST_SAMPLES:
-                self._look_at_others(now, cpu)
                 self.model.stop_training = True
+                others = (self._busy_secs_of_others(cpu) - self._others_began) / (now - self._began)
+                self.other_cores = min(_machine.usable_cpus(), max(0.0, others))
         self._last, self._last_cpu = now, cpu
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts no step: the time between two epochs is none of a step's."""
         self._last = 0.0
 
-    def _look_at_others(self, now: float, cpu: float) -> None:
+    @staticmethod
+    def _busy_secs_of_others(cpu: float) -> float:
         busy = _machine.busy_secs()
-        began, cpu_began, busy_began = self._began
-        if busy is not None and busy_began is not None:
-            others = (busy - busy_began - (cpu - cpu_began)) / (now - began)
-            self.other_cores = min(_machine.usable_cpus(), max(0.0, others))
+        return math.nan if busy is None else busy - cpu  # Of NaN, `max(0.0, ...)` makes 0.
 
     def run(self, fit: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Runs `fit` until enough is measured."""
@@ -294,17 +273,18 @@ def _noise(model: Any, found: Sequence[Any], size: int, secs: float) -> NoiseSca
     # Too large for dense copies of its gradients, or too few examples.
     if sum(map(bytes_of, model.trainable_variables)) > _MOST_DENSE_BYTES or parts < 2 or len(found) < 2:
         return None
-    part = size // parts
-    norms = []
-    squared_norms = squared_norms_of(model)
-    end = float("inf")
+    part, end, norms = size // parts, float("inf"), list[tuple[float, float]]()
+    of_part = tf.function(lambda part: _squared_norms(model, part), reduce_retracing=True)
     for batch in found:
-        cut = [
-            tf.nest.map_structure(lambda each, at=index * part: each[at : at + part], batch) for index in range(parts)
-        ]
-        norms.append(squared_norms(cut))
-        if len(norms) == 1:
-            end = time.perf_counter() + secs
-        elif time.perf_counter() > end:
+        total, small = None, 0.0
+        for first in range(0, parts * part, part):
+            cut = tf.nest.map_structure(lambda each, first=first: each[first : first + part], batch)
+            gradients, norm = of_part(cut)
+            total = gradients if total is None else [each + more for each, more in zip(total, gradients, strict=True)]
+            small += float(norm) / parts
+        norms.append((small, float(_squared_norm(total)) / parts**2))
+        if time.perf_counter() > end:
             break
+        # Tracing the first one is not counted.
+        end = time.perf_counter() + secs if len(norms) == 1 else end
     return estimate_noise_scale(norms, part, part * parts)

@@ -147,8 +147,7 @@ def _simulate(values: flags.FlagValues) -> Result:
 
     cluster = given(_CLUSTER)
     if "compute" in cluster:
-        is_secs = re.fullmatch(r"[\d.]+", cluster["compute"])
-        example = f"constant(secs={cluster['compute']})" if is_secs else "lognormal(mean=0.2, s=1.0)"
+        example = "lognormal(mean=0.2, s=1.0)"
         cluster["compute"] = tfdist.flags.build(cluster["compute"], "--compute", "distribution", BUILDERS, example)
     tables = [_table(each) for each in values.sparse_table]
     codec = values.codec and tfdist.flags.build(values.codec, "--codec", "codec", _CODECS, "CodecModel(ratio=0.5)")

@@ -314,14 +314,15 @@ class EventLoop:
             self._refused.append((gradient, replica))
         if back_after is not None:
             heapq.heappush(self._events, (time + back_after, replica, _RETURNED, known))
-        self._try_refused()
-        self._start_idle(time)
-        self._update(time)
+        self._changed(time)
 
     def _bring_back(self, time: float, replica: int, known: int) -> None:
         self._lost.discard(replica)
         self._policy.recovered(replica, time)
         self._idle_since[replica] = time
+        self._changed(time)
+
+    def _changed(self, time: float) -> None:
         self._try_refused()
         self._start_idle(time)
         self._update(time)
