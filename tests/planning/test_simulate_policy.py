@@ -39,8 +39,8 @@ def _one_slow(replica: int, attempt: int) -> float:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"policy": [tfdist.SoftSync(2)]}, "takes one policy; simulate takes several"),
-        ({"policy": tfdist.SoftSync}, "takes one policy; write SoftSync(...). Received: "),
+        ({"policy": [tfdist.SoftSync(2)]}, "policies must be a list of policies such as ["),
+        ({"policy": tfdist.SoftSync}, "policies such as [SoftSync(...)]. Received: "),
         ({"durations": lambda replica, attempt: math.nan}, "(durations=...) must be seconds, 0 or more. Received: nan"),
         ({"durations": -1}, "(durations=...) must be seconds, 0 or more. Received: -1"),
         ({"num_updates": 0}, "(num_updates=...) must be an integer of at least 1"),

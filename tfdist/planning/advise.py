@@ -52,8 +52,8 @@ def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
             raise ValueError("--price-per-hour needs --examples, the number of examples to train on")
         workers = [_workers(text) for text in values.workers or ()]
         return _of_log(values, path, workers) if path.is_dir() else _of_profile(values, path, workers)
-    except ValueError as error:
-        raise LaunchError(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise LaunchError(" ".join(str(error).split())) from None
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -125,10 +125,7 @@ def _of_log(values: flags.FlagValues, path: pathlib.Path, given: Sequence[int]) 
             raise ValueError(
                 f"--{name} is for profiles: a run is replayed on its own workers and links. Received: {path}"
             )
-    try:
-        timeline = update_log.read_logs(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    timeline = update_log.read_logs(path)
     if too_many := [count for count in given if count > len(timeline.workers)]:
         raise ValueError(
             f"--workers: the run had {len(timeline.workers)} workers, and a log does not say what more would send; "

@@ -25,10 +25,6 @@ _MOST_SPREAD = 10.0
 _AGAIN = "write one with tfdist profile SCRIPT"
 
 
-class ProfileError(ValueError):
-    """A profile that can't be read. The message is one line."""
-
-
 def _are_secs(value: Any) -> bool:
     return all(_checks.is_number(each) and each > 0 for each in value)
 
@@ -150,8 +146,7 @@ def load(path: pathlib.Path) -> Profile:
     """Reads a profile.
 
     Raises:
-      LaunchError: the file can't be read.
-      ProfileError: it is no profile of this version.
+      ValueError: the file can't be read, or is no profile of this version. The message is one line.
     """
     return from_json(read_file("the profile", str(path), _AGAIN), str(path))
 
@@ -160,13 +155,9 @@ def from_json(text: str, name: str = "profile") -> Profile:
     """Parses the content of a profile's file; see `load`."""
     try:
         given: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{name} is no JSON ({error}); {_AGAIN}") from None
-    if not isinstance(given, dict) or given.pop("format", None) != FORMAT:
-        raise ProfileError(f"{name} is no profile of tfdist; {_AGAIN}")
-    if (version := given.pop("version", None)) != VERSION:
-        raise ProfileError(f"{name} is a profile of version {version!r}, and this tfdist reads {VERSION}; {_AGAIN}")
-    try:
+        kind, version = given.pop("format", None), given.pop("version", None)
+        if (kind, version) != (FORMAT, VERSION):
+            raise ValueError(f"format {kind!r}, version {version!r}; this tfdist reads version {VERSION}")
         noise = given["noise_scale"]
         parts = {
             "steps": tuple(MeasuredSteps(each["batch_size"], tuple(each["secs"])) for each in given["steps"]),
@@ -175,5 +166,5 @@ def from_json(text: str, name: str = "profile") -> Profile:
             "noise_scale": noise and NoiseScale(**noise),
         }
         return Profile(**{**given, **parts})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProfileError(f"{name} is no whole profile ({error}); {_AGAIN}") from None
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} is no whole {FORMAT} ({error}); {_AGAIN}") from None

@@ -175,7 +175,6 @@ class Result(Simulation):
       held_secs: time for which each replica was idle.
       updating_secs: time spent in updates: collectives, and the optimizer's step.
       links: use of the links, by name.
-      limit: what limits the throughput, in words.
     """
 
     strategy: str = ""
@@ -190,19 +189,45 @@ class Result(Simulation):
     held_secs: tuple[float, ...] = ()
     updating_secs: float = 0.0
     links: dict[str, LinkUse] = dataclasses.field(default_factory=dict)
-    limit: str = ""
+
+    @property
+    def limit(self) -> str:
+        """What limits the throughput, in words."""
+        computing, transfer, held = self.computing_share, self.transfer_share, self.held_share
+        updating = min(self.updating_secs, self.seconds) / self.seconds if self.seconds else 0.0
+        used = {name: use.utilisation for name, use in self.links.items()}
+        fullest = max(used, key=used.__getitem__, default="")
+        if used and used[fullest] >= _FULL:
+            return f"the link {fullest} is full ({used[fullest]:.0%} busy)"
+        if len(used) > 1 and sum(used.values()) >= _FULL:
+            return f"the links {' and '.join(used)} are full in turn ({used[fullest]:.0%} busy each)"
+        if computing >= 0.5:
+            return f"computing: replicas compute {computing:.0%} of the time"
+        if updating >= max(computing, transfer, held):
+            return f"updates: collectives and the optimizer take {updating:.0%} of the time"
+        if transfer >= held:
+            return f"transfers: replicas fetch and send {transfer:.0%} of the time, and no link is full"
+        return f"waiting: replicas wait {held:.0%} of the time for others"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as JSON data, without the gradients."""
         columns = {"updates", "gradients", "links", "times"}
-        names = [field.name for field in dataclasses.fields(Result) if field.name not in columns]
-        data = {name: getattr(self, name) for name in names}
-        data["links"] = {name: dataclasses.asdict(link) for name, link in self.links.items()}
-        data["updates"] = len(self.updates)
-        data["updates_per_sec"] = self.updates_per_sec
-        for name in ("accepted", "dropped", "lost", "staleness", "mean_staleness", "wait_secs"):
+        data = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in columns
+        }
+        for name in (
+            "accepted",
+            "dropped",
+            "limit",
+            "lost",
+            "mean_staleness",
+            "staleness",
+            "updates_per_sec",
+            "wait_secs",
+        ):
             data[name] = getattr(self, name)
-        return data
+        links = {name: dataclasses.asdict(link) for name, link in self.links.items()}
+        return {**data, "links": links, "updates": len(self.updates)}
 
     def __str__(self) -> str:
         gradients = f"{sum(self.accepted):,} accepted, {sum(self.dropped):,} dropped, {sum(self.lost):,} lost"
@@ -223,29 +248,3 @@ class Result(Simulation):
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
-
-
-def limit_in_words(
-    links: dict[str, LinkUse], computing: float, transfer: float, waiting: float, updating: float
-) -> str:
-    """Names what limits the throughput.
-
-    Args:
-      links: use of the links, by name.
-      computing: share of the replicas' time in which they compute.
-      transfer: share in which they fetch and send.
-      waiting: share in which they do neither.
-      updating: share of the time that is spent in updates.
-    """
-    name, use = max(links.items(), key=lambda item: item[1].utilisation, default=("", LinkUse(0.0, 0.0)))
-    if use.utilisation >= _FULL:
-        return f"the link {name} is full ({use.utilisation:.0%} busy)"
-    if len(links) > 1 and sum(each.utilisation for each in links.values()) >= _FULL:
-        return f"the links {' and '.join(links)} are full in turn ({use.utilisation:.0%} busy each)"
-    if computing >= 0.5:
-        return f"computing: replicas compute {computing:.0%} of the time"
-    if updating >= max(computing, transfer, waiting):
-        return f"updates: collectives and the optimizer take {updating:.0%} of the time"
-    if transfer >= waiting:
-        return f"transfers: replicas fetch and send {transfer:.0%} of the time, and no link is full"
-    return f"waiting: replicas wait {waiting:.0%} of the time for others"

@@ -15,8 +15,8 @@ from tfdist.planning.simulation.delay_distributions import DelayDistribution
 from tfdist.planning.simulation.engines import EngineModel
 from tfdist.planning.simulation.event_loop import Costs, EventLoop
 from tfdist.planning.simulation.models import ClusterModel, CodecModel, ModelProfile
-from tfdist.planning.simulation.result import LinkUse, Result, Simulation, limit_in_words
-from tfdist.policies import base, composition
+from tfdist.planning.simulation.result import LinkUse, Result, Simulation
+from tfdist.policies import composition
 from tfdist.policies.base import Policy
 from tfdist.policies.warmup import Warmup
 
@@ -126,20 +126,14 @@ def simulate_policy(
       ValueError: an argument is invalid, or a duration is no number of seconds, 0 or more.
       RuntimeError: the policy lets no replica start, and no update is due.
     """
-    if not isinstance(policy, Policy):
-        remedy = f"write {policy.__name__}(...)" if isinstance(policy, type) else "simulate takes several"
-        raise ValueError(f"simulate_policy takes one policy; {remedy}. Received: policy={policy!r}")
-    for name, count in (("num_updates", num_updates), ("total_num_replicas", total_num_replicas)):
-        _checks.check_count("simulate_policy", name, count)
-    if isinstance(policy, base.Aggregation):
-        policy.begin(total_num_replicas, "simulate_policy")
-    else:
-        given = composition.check_policies([policy], engines.PARAMETER_SERVER)
-        composed = composition.compose(given, engines.PARAMETER_SERVER, total_num_replicas)
-        policy = engines.aggregation(engines.PARAMETER_SERVER, composed, total_num_replicas)
+    _checks.check_count("simulate_policy", "num_updates", num_updates)
+    _checks.check_count("simulate_policy", "total_num_replicas", total_num_replicas)
+    given = composition.check_policies([policy], engines.PARAMETER_SERVER)
+    composed = composition.compose(given, engines.PARAMETER_SERVER, total_num_replicas)
+    aggregation = engines.aggregation(engines.PARAMETER_SERVER, composed, total_num_replicas)
     if warmup is not None:
         warmup.begin(total_num_replicas, "simulate_policy")
-    loop = EventLoop(policy, _checked(durations), warmup=warmup)
+    loop = EventLoop(aggregation, _checked(durations), warmup=warmup)
     loop.run(num_updates)
     return Simulation(**_of(loop, total_num_replicas))
 
@@ -242,9 +236,6 @@ def _result(
     computing, transfer = (
         busy / max(secs * replicas, 1e-300) for busy in _busy_secs(loop.gradients, secs, costs.gradient_secs)
     )
-    held_share = max(0.0, 1.0 - computing - transfer)
-    updating = min(loop.busy_secs, secs) / secs if secs else 0.0
-    links = _links(loop, engine, costs, secs)
     return Result(
         **_of(loop, replicas),
         examples_per_gradient=examples,
@@ -255,11 +246,10 @@ def _result(
         efficiency=examples_per_sec / all_alone if secs else 1.0,
         computing_share=computing,
         transfer_share=transfer,
-        held_share=held_share,
+        held_share=max(0.0, 1.0 - computing - transfer),
         held_secs=tuple(loop.held_secs),
         updating_secs=loop.busy_secs,
-        links=links,
-        limit=limit_in_words(links, computing, transfer, held_share, updating),
+        links=_links(loop, engine, costs, secs),
     )
 
 
