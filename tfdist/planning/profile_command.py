@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import runpy
 import statistics
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,23 +24,12 @@ from tfdist.launchers.requests import check_command
 from tfdist.planning.profile import Profile
 from tfdist.policies import composition
 
-# Runs a script on one device: tfdist's strategies become a MirroredStrategy of one device within a block.
-
-
 _NAMES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy")
-_CLUSTER = "TF_CONFIG"
-_GPUS = "CUDA_VISIBLE_DEVICES"
-
-
-@contextlib.contextmanager
-def replacing_strategies() -> Iterator[None]:
-    """Within the block `tfdist.ParameterServerStrategy(...)` and its like need no cluster."""
-    mirrored = tfdist.MirroredStrategy
-    with mock.patch.dict(vars(tfdist), {name: _one_device(name, mirrored) for name in _NAMES}):
-        yield
 
 
 def _one_device(name: str, mirrored: Any) -> type:
+    """Returns a class in place of a strategy of tfdist, which needs no cluster and trains on one device."""
+
     class OneDevice:
         def __new__(cls, *args: Any, policies: Any = (), **kwargs: Any) -> Any:
             import tensorflow as tf
@@ -53,28 +41,16 @@ def _one_device(name: str, mirrored: Any) -> type:
     return OneDevice
 
 
-def environment() -> contextlib.AbstractContextManager:
-    """Within the block there is no cluster, and one GPU; call it before TensorFlow is imported, which logs less."""
-    level = tf_log_level_environment(None, os.environ)
-    return _machine.environment({_CLUSTER: None, _GPUS: os.environ.get(_GPUS, "0").split(",")[0], **level})
-
-
 _USAGE = """\
 usage: tfdist profile [FLAGS] SCRIPT [ARGUMENTS]
 
 Runs a training script on one device until it calls model.fit, measures its steps and gradients for a while instead, and
 writes a profile for tfdist advise. The script need not be changed; what it would do after fit is not run.
 """
-_FAILED, _INTERRUPTED = 1, 130
 
 
 class _Measured(BaseException):
     """Ends the script when all is measured; no handler of exceptions in a script catches it."""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist profile`. See `command_line.run_command`; 1 if the script failed or did not call `fit`."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _profile)
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -84,6 +60,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def _profile(values: flags.FlagValues, command: list[str]) -> int:
+    """Returns the exit code: 1 if the script failed or did not call `fit`."""
     check_command(command)
     is_module = command[0] == "-m"
     script = command[is_module]
@@ -93,7 +70,7 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
     failure = _run(command[is_module:], is_module, values.secs, measured)
     if not measured:
         _say(f"{failure or f'{script} ended without calling model.fit, so there was nothing to measure'}; no profile")
-        return _INTERRUPTED if failure == _INTERRUPT else _FAILED
+        return 130 if failure == _INTERRUPT else 1
     profile = dataclasses.replace(measured[0], script=pathlib.Path(script).name)
     _files.write(output, profile.to_json())
     _say(_summary(profile, output))
@@ -102,13 +79,17 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
     return 0
 
 
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_profile)
 _INTERRUPT = "interrupted"
 
 
 def _run(argv: list[str], is_module: bool, secs: float, measured: list[Profile]) -> str:
     """Runs the script; returns what went wrong in it, "" if nothing did."""
     script = argv[0]
-    with environment():
+    # One GPU, no cluster; and less of TensorFlow's log, for which this is set before the import.
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    level = tf_log_level_environment(None, os.environ)
+    with _machine.environment({"TF_CONFIG": None, "CUDA_VISIBLE_DEVICES": gpu, **level}):
         from tfdist.compat.keras import fit
         from tfdist.planning import measuring
 
@@ -116,9 +97,19 @@ def _run(argv: list[str], is_module: bool, secs: float, measured: list[Profile])
             measured.append(measuring.measure(model, fit, arguments, secs, lambda text: _say(f"measuring {text}")))
             raise _Measured
 
-        with replacing_strategies(), fit.take_over_fit(instead), mock.patch.multiple(sys, argv=argv, path=[*sys.path]):
+        replaced = {name: _one_device(name, tfdist.MirroredStrategy) for name in _NAMES}
+        with (
+            mock.patch.dict(vars(tfdist), replaced),
+            fit.take_over_fit(instead),
+            mock.patch.multiple(sys, argv=argv, path=[*sys.path]),
+        ):
             try:
-                _run_as_main(script, is_module)
+                if is_module:
+                    sys.path.insert(0, str(pathlib.Path.cwd()))
+                    runpy.run_module(script, run_name="__main__", alter_sys=True)
+                else:
+                    sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
+                    runpy.run_path(script, run_name="__main__")
             except _Measured:
                 return ""
             except KeyboardInterrupt:
@@ -129,15 +120,6 @@ def _run(argv: list[str], is_module: bool, secs: float, measured: list[Profile])
                 traceback.print_exception(error)
                 return f"{script} raised {type(error).__name__}, see above, before all was measured"
     return ""
-
-
-def _run_as_main(script: str, is_module: bool) -> None:
-    if is_module:
-        sys.path.insert(0, str(pathlib.Path.cwd()))
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(pathlib.Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
 
 
 def _summary(profile: Profile, output: pathlib.Path) -> str:

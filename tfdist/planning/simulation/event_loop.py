@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 from tfdist.planning.simulation import result
 from tfdist.planning.simulation.links import Link
+from tfdist.planning.simulation.result import GradientRecord
 from tfdist.policies import base
 from tfdist.policies.warmup import Warmup
 
@@ -90,7 +91,7 @@ class EventLoop:
         self.time = 0.0
         self.updates: list[base.Update] = []
         self.times = array.array("d")
-        self.gradients = result.GradientRecords()
+        self.gradients: list[GradientRecord] = []
         self.held_secs = [0.0] * total
         self.busy_secs = 0.0
         self._policy = policy
@@ -172,7 +173,9 @@ class EventLoop:
         heapq.heapify(self._idle)
 
     def _start(self, time: float, replica: int) -> None:
-        gradient = self.gradients.add(replica, time, self._policy.started(replica, time))
+        gradient = len(self.gradients)
+        local_step = self._policy.started(replica, time)
+        self.gradients.append(GradientRecord(replica, time, time, time, time, local_step))
         self.held_secs[replica] += time - self._idle_since[replica]
         self._under_way[replica] = gradient
         self._left_in_epoch -= 1
@@ -185,8 +188,8 @@ class EventLoop:
         attempt = self._attempts[replica]
         self._attempts[replica] = attempt + 1
         end = time + self._durations(replica, attempt) + self._costs.gradient_secs
-        self.gradients.received[gradient] = time
-        self.gradients.computed[gradient] = end
+        record = self.gradients[gradient]
+        record.received, record.computed = time, end
         heapq.heappush(self._events, (end, replica, _ARRIVED if self._costs.up is None else _COMPUTED, gradient))
 
     def _send(self, time: float, replica: int, gradient: int) -> None:
@@ -195,7 +198,7 @@ class EventLoop:
 
     def _leave(self, link: Link, time: float) -> None:
         gradient = link.leave()
-        replica = self.gradients.replica[gradient]
+        replica = self.gradients[gradient].replica
         if self._under_way[replica] != gradient:
             return
         if link is self._costs.down:
@@ -206,16 +209,15 @@ class EventLoop:
     def _arrive(self, time: float, replica: int, gradient: int) -> None:
         if self._under_way[replica] != gradient:
             return
-        records = self.gradients
-        arrival = self._policy.arrived(replica, records.local_step[gradient], time)
-        records.arrived[gradient] = time
+        record = self.gradients[gradient]
+        arrival = self._policy.arrived(replica, record.local_step, time)
+        record.arrived = time
         self._under_way[replica] = -1
         self._idle_since[replica] = time
         if arrival.accepted:
             self._waiting[arrival.number] = gradient
         else:
-            records.outcome[gradient] = result.DROPPED
-            records.staleness[gradient] = arrival.staleness
+            record.outcome, record.staleness = result.DROPPED, arrival.staleness
             self._arrival_drops += 1
         if arrival.accepted and self._is_synchronous:
             # The replica may not start before the update.
@@ -275,12 +277,10 @@ class EventLoop:
     def _record(self, update: base.Update, time: float) -> None:
         self.updates.append(update)
         self.times.append(time)
-        records, waiting = self.gradients, self._waiting
+        waiting = self._waiting
         for number, staleness in zip(update.numbers, update.staleness, strict=True):
-            gradient = waiting.pop(number)
-            records.outcome[gradient] = result.ACCEPTED
-            records.staleness[gradient] = staleness
-            records.update[gradient] = update.step
+            record = self.gradients[waiting.pop(number)]
+            record.outcome, record.staleness, record.update = result.ACCEPTED, staleness, update.step
         if self._is_synchronous:
             # A gradient that was accepted and isn't in the update was withdrawn with its replica.
             self._end_waiting(list(waiting), result.LOST)
@@ -289,11 +289,10 @@ class EventLoop:
             self._end_waiting([number for number in waiting if number not in kept], result.DROPPED)
         self._arrival_drops = 0
 
-    def _end_waiting(self, numbers: list[int], outcome: int) -> None:
+    def _end_waiting(self, numbers: list[int], outcome: str) -> None:
         for number in numbers:
-            gradient = self._waiting.pop(number)
-            self.gradients.outcome[gradient] = outcome
-            self.gradients.staleness[gradient] = self._policy.step - self.gradients.local_step[gradient]
+            record = self.gradients[self._waiting.pop(number)]
+            record.outcome, record.staleness = outcome, self._policy.step - record.local_step
 
     # Losses.
 
@@ -305,8 +304,8 @@ class EventLoop:
         self._policy.lost(replica, time)
         gradient = self._under_way[replica]
         if gradient >= 0:
-            self.gradients.outcome[gradient] = result.LOST
-            self.gradients.arrived[gradient] = time
+            record = self.gradients[gradient]
+            record.outcome, record.arrived = result.LOST, time
             self._under_way[replica] = -1
             # The lost worker's step is given to another worker.
             self._left_in_epoch += 1

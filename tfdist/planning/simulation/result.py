@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import array
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfdist.policies.base import Update
 
-IN_FLIGHT, ACCEPTED, DROPPED, LOST = range(4)
-OUTCOMES = ("in flight", "accepted", "dropped", "lost")
+IN_FLIGHT, ACCEPTED, DROPPED, LOST = "in flight", "accepted", "dropped", "lost"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class GradientRecord:
     """One gradient.
 
@@ -38,50 +36,13 @@ class GradientRecord:
     computed: float
     arrived: float
     local_step: int
-    outcome: str
-    staleness: int
-    update: int
+    outcome: str = IN_FLIGHT
+    staleness: int = -1
+    update: int = -1
 
 
-class GradientRecords:
-    """A sequence of `GradientRecord`, in the order of the starts.
-
-    The columns are arrays: a cluster of thousands of workers makes millions of gradients.
-    """
-
-    def __init__(self) -> None:
-        self.replica, self.local_step = array.array("i"), array.array("i")
-        self.started, self.received = array.array("d"), array.array("d")
-        self.computed, self.arrived = array.array("d"), array.array("d")
-        self.outcome, self.staleness, self.update = array.array("b"), array.array("i"), array.array("i")
-
-    def add(self, replica: int, time: float, local_step: int) -> int:
-        """Adds a gradient that starts now; returns its index."""
-        self.replica.append(replica)
-        self.local_step.append(local_step)
-        for times in (self.started, self.received, self.computed, self.arrived):
-            times.append(time)
-        self.outcome.append(IN_FLIGHT)
-        self.staleness.append(-1)
-        self.update.append(-1)
-        return len(self.replica) - 1
-
-    def __len__(self) -> int:
-        return len(self.replica)
-
-    def __getitem__(self, index: int) -> GradientRecord:
-        cells: dict[str, Any] = {name: column[index] for name, column in vars(self).items()}
-        return GradientRecord(**{**cells, "outcome": OUTCOMES[self.outcome[index]]})
-
-    def __iter__(self) -> Iterator[GradientRecord]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, GradientRecords) and vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
+# In the order of the starts.
+GradientRecords = list[GradientRecord]
 # Share of the time from which a link counts as full.
 _FULL = 0.9
 
@@ -93,7 +54,7 @@ class Simulation:
     Attributes:
       seconds: simulated time until the last update.
       updates: all updates, in order.
-      gradients: record of each gradient.
+      gradients: record of each gradient, in the order of the starts.
       replicas: number of replicas.
       times: time of each update.
     """
@@ -110,8 +71,8 @@ class Simulation:
         return len(self.updates) / self.seconds if self.seconds else float("inf")
 
     @functools.cached_property
-    def _counts(self) -> collections.Counter[tuple[int, int]]:
-        return collections.Counter(zip(self.gradients.outcome, self.gradients.replica, strict=True))
+    def _counts(self) -> collections.Counter[tuple[str, int]]:
+        return collections.Counter((gradient.outcome, gradient.replica) for gradient in self.gradients)
 
     @property
     def accepted(self) -> tuple[int, ...]:

@@ -262,13 +262,11 @@ def _busy_secs(records: result.GradientRecords, until: float, latency_secs: floa
       latency_secs: of the messages of a gradient, and its encoding.
     """
     computing = transfer = 0.0
-    for started, received, computed, arrived in zip(
-        records.started, records.received, records.computed, records.arrived, strict=True
-    ):
-        busy = max(0.0, min(computed, until) - received)
+    for each in records:
+        busy = max(0.0, min(each.computed, until) - each.received)
         latency = min(busy, latency_secs)
         computing += busy - latency
-        transfer += max(0.0, min(arrived, until) - computed) + received - started + latency
+        transfer += max(0.0, min(each.arrived, until) - each.computed) + each.received - each.started + latency
     return computing, transfer
 
 
