@@ -15,6 +15,7 @@ import ipaddress
 import json
 import os
 import pathlib
+import platform
 import re
 import socket
 import sys
@@ -44,14 +45,14 @@ the other tasks can be reached. Returns 0 if nothing is wrong, else 1.
 _OF_MEASURE = ("measure_secs", "json")
 OK, WARNING, WRONG = "ok", "warning", "wrong"
 _MEND_NAME = "mend DNS, or use its IP address in TF_CONFIG"
-# Requirements of setup.py, as lower and upper bounds.
+# Requirements of setup.py.
 _NEEDED = {
-    "tensorflow": ((2, 20), (2, 22)),
-    "keras": ((3, 15), (3, 17)),
-    "numpy": ((1, 26), None),
-    "absl-py": ((2, 1), None),
+    "Python": ">=3.11,<3.14",
+    "tensorflow": ">=2.20,<2.22",
+    "keras": ">=3.15,<3.17",
+    "numpy": ">=1.26",
+    "absl-py": ">=2.1",
 }
-_PYTHON = ((3, 11), (3, 14))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,25 +144,23 @@ def versions(installed: Callable[[str], str | None]) -> list[Finding]:
     Args:
       installed: returns the version of a package, or None.
     """
-    python = tuple(sys.version_info[:2])
-    known = _PYTHON[0] <= python < _PYTHON[1]
-    remedy = "" if known else f"; use {_dotted(_PYTHON[0])} or newer, below {_dotted(_PYTHON[1])}"
-    found = [Finding(OK if known else WRONG, f"Python {_dotted(python)}{remedy}")]
-    found.append(Finding(OK, f"tfdist {tfdist.__version__}"))
+    found = [Finding(OK, f"tfdist {tfdist.__version__}")]
     tpu = installed("tensorflow-tpu")
-    for name, (lowest, below) in _NEEDED.items():
-        version = installed(name)
-        if name == "tensorflow" and tpu:
+    for name, needed in _NEEDED.items():
+        version, remedy = installed(name), f"pip install '{name}{needed}'"
+        if name == "Python":
+            version, remedy = platform.python_version(), f"use one {needed}"
+        elif name == "tensorflow" and tpu:
             if version:
                 both = f"tensorflow {version} and tensorflow-tpu {tpu}"
                 found.append(Finding(WRONG, f"{both} overwrite each other; uninstall both, install one"))
                 continue
-            name, version = "tensorflow-tpu", tpu
-        bounds = f">={_dotted(lowest)}" + (f",<{_dotted(below)}" if below else "")
+            name, version, remedy = "tensorflow-tpu", tpu, f"pip install 'tensorflow-tpu{needed}'"
+        lowest, _, below = needed.partition("<")
         if version is None:
-            found.append(Finding(WRONG, f"{name} is not installed; pip install '{name}{bounds}'"))
-        elif _parts(version) < lowest or (below and _parts(version) >= below):
-            found.append(Finding(WRONG, f"{name} {version} is not supported; pip install '{name}{bounds}'"))
+            found.append(Finding(WRONG, f"{name} is not installed; {remedy}"))
+        elif _parts(version) < _parts(lowest) or (below and _parts(version) >= _parts(below)):
+            found.append(Finding(WRONG, f"{name} {version} is not supported; {remedy}"))
         else:
             found.append(Finding(OK, f"{name} {version}"))
     mpi = installed("mpi4py")
@@ -172,10 +171,6 @@ def versions(installed: Callable[[str], str | None]) -> list[Finding]:
 
 def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(number[:9]) for number in re.findall(r"[0-9]+", version)[:2])
-
-
-def _dotted(version: Sequence[int]) -> str:
-    return ".".join(map(str, version))
 
 
 def keras_backend(env: Mapping[str, str]) -> list[Finding]:

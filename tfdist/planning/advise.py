@@ -102,7 +102,7 @@ def _of_profile(values: flags.FlagValues, path: pathlib.Path, given: Sequence[in
         sparse = f" and {tables} sparse table{'s' * (tables > 1)}" if tables else ""
         head.append(f"gradients: {measured.dense_bytes / 1e6:.3g} MB{sparse}")
     head.append(f"network: {links.text}")
-    if links.effective < links.bandwidth / 2:
+    if links.software_bandwidth < links.bandwidth:
         head.append(f"TensorFlow sends at most {links.software_bandwidth / 0.125e9:.2g} Gbit/s from CPUs")
     if (here := min(max(workers), per_machine)) > 1:
         head.append(f"machine: {_cores(measured, here)}")

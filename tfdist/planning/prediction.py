@@ -50,19 +50,13 @@ class Network:
         # Accelerators that send by themselves need no gRPC.
         software_secs = SOFTWARE_LATENCY_SECS if self.software_bandwidth < math.inf else 0.0
         return NetworkModel(
-            bandwidth=self.effective,
+            bandwidth=1 / (1 / self.bandwidth + 1 / self.software_bandwidth),
             latency_secs=self.latency_secs + software_secs,
             within_bandwidth=self.software_bandwidth,
             within_latency_secs=software_secs,
-            server_bandwidth=self.effective,
             # TCP shares a full link among its connections: measured in experiments/scaling, machine.py.
             queueing="fair",
         )
-
-    @property
-    def effective(self) -> float:
-        """Bytes per second through the software and the link, one after the other."""
-        return 1 / (1 / self.bandwidth + 1 / self.software_bandwidth)
 
 
 def from_flag(text: str, latency: str | None, has_accelerators: bool) -> Network:
