@@ -73,7 +73,10 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
         return 130 if failure == _INTERRUPT else 1
     profile = dataclasses.replace(measured[0], script=pathlib.Path(script).name)
     _files.write(output, profile.to_json())
-    _say(_summary(profile, output))
+    rows = f", {len(profile.tables)} tables with sparse gradients" if profile.tables else ""
+    noise = f"; {profile.noise_scale}" if profile.noise_scale and profile.noise_scale.says_something else ""
+    size, millis = f"{profile.dense_bytes / 1e6:.3g} MB of gradients", 1e3 * statistics.median_high(profile.samples)
+    _say(f"{profile.batch_size} examples in {millis:.3g} ms, {size}{rows}{noise}; wrote {output}")
     if profile.busy_in_words:
         _say(f"{profile.busy_in_words}; measure again when they have ended")
     return 0
@@ -120,17 +123,6 @@ def _run(argv: list[str], is_module: bool, secs: float, measured: list[Profile])
                 traceback.print_exception(error)
                 return f"{script} raised {type(error).__name__}, see above, before all was measured"
     return ""
-
-
-def _summary(profile: Profile, output: pathlib.Path) -> str:
-    middle = statistics.median_high(profile.samples)
-    rows = f", {len(profile.tables)} tables with sparse gradients" if profile.tables else ""
-    noise = profile.noise_scale
-    noisy = f"; {noise}" if noise and noise.says_something else ""
-    return (
-        f"{profile.batch_size} examples in {1e3 * middle:.3g} ms, {profile.dense_bytes / 1e6:.3g} MB of gradients{rows}"
-        f"{noisy}; wrote {output}"
-    )
 
 
 def _say(text: str) -> None:

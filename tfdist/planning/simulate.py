@@ -114,9 +114,6 @@ def _with_flags(text: str, values: flags.FlagValues) -> str:
     def flag(found: re.Match[str]) -> str:
         return command_line.shell_flag(found[1], found[2].strip('".')) if found[1] in values else found[0]
 
-    for short, name in engines.SHORT_NAMES.items():
-        text = text.replace(f"tfdist.{name}", f"--strategy={short}")
-    text = re.sub(r"tfdist\.(\w+)\((\w+)=\.\.\.\)", r"--policies='\1(\2=1)'", text)
     return re.sub(r'(?:\w*Model\w*|simulate)\((\w+)=(\.\.\.|[\w.]+|"\w+"|\w+\([\w=.]+\))\)', flag, text)
 
 

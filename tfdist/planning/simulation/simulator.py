@@ -7,7 +7,6 @@ import functools
 import numbers
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from tfdist import _checks
 from tfdist.planning.simulation import engines, result
@@ -35,13 +34,6 @@ def simulate(
     seed: int = 0,
 ) -> Result:
     """Simulates training with the real policies on a model of a cluster.
-
-        result = simulate(
-            ClusterModel(workers=8, compute=lognormal(mean=0.2, s=1.0), network=NetworkModel(bandwidth="10Gbit")),
-            ModelProfile(dense_bytes="100MB", batch_size=32),
-            policies=[tfdist.BackupWorkers(spares=1)],
-        )
-        print(result)
 
     Computing times depend on seed, replica and attempt alone, so that two simulations with one seed differ by what
     was changed, and not by chance.
@@ -135,7 +127,7 @@ def simulate_policy(
         warmup.begin(total_num_replicas, "simulate_policy")
     loop = EventLoop(aggregation, _checked(durations), warmup=warmup)
     loop.run(num_updates)
-    return Simulation(**_of(loop, total_num_replicas))
+    return Simulation(loop.time, tuple(loop.updates), loop.gradients, total_num_replicas, loop.times)
 
 
 def _checked(durations: Durations | DelayDistribution | float) -> Durations:
@@ -148,16 +140,6 @@ def _checked(durations: Durations | DelayDistribution | float) -> Durations:
         return found
 
     return functools.partial(durations.draw, 0) if isinstance(durations, DelayDistribution) else secs
-
-
-def _of(loop: EventLoop, replicas: int) -> dict[str, Any]:
-    return {
-        "seconds": loop.time,
-        "updates": tuple(loop.updates),
-        "gradients": loop.gradients,
-        "replicas": replicas,
-        "times": loop.times,
-    }
 
 
 class ComputingTimes:
@@ -237,7 +219,11 @@ def _result(
         busy / max(secs * replicas, 1e-300) for busy in _busy_secs(loop.gradients, secs, costs.gradient_secs)
     )
     return Result(
-        **_of(loop, replicas),
+        seconds=secs,
+        updates=tuple(loop.updates),
+        gradients=loop.gradients,
+        replicas=replicas,
+        times=loop.times,
         examples_per_gradient=examples,
         strategy=engine.strategy,
         policies=policies,
