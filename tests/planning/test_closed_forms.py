@@ -33,10 +33,6 @@ def _simulated(strategy: str, workers: int, servers: int, policies: Callable[[],
     return simulation.simulate(cluster, model, strategy=strategy, policies=policies(), num_updates=50)
 
 
-def test_a_ring_costs_what_the_formula_says():
-    assert links.ring_all_reduce_secs(_BYTES, 8, _BANDWIDTH) == pytest.approx(0.143, abs=5e-4)
-
-
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (8, 1), (8, 4), (3, 16)])
 def test_synchronous_parameter_servers_cost_the_closed_form(workers: int, servers: int):
     found = _simulated("ParameterServerStrategy", workers, servers, lambda: [tfdist.BackupWorkers(spares=0)])

@@ -52,7 +52,10 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
         (["--workers=0"], "--workers must be a positive integer, such as --workers=1. Received: --workers=0"),
         (["--compute=pareto(mean=1, a=1)"], "--compute=pareto(mean=1, a=1): pareto(a=...): there is a mean only"),
         (["--compute=lognormal"], "--compute must be lognormal(mean, s); write --compute='lognormal(mean=0.2, s=1.0)'"),
-        (["--compute=0.3"], "--compute is no distribution with plain arguments; write it as --compute='lognormal(mean=0.2, s=1"),
+        (
+            ["--compute=0.3"],
+            "--compute is no distribution with plain arguments; write it as --compute='lognormal(mean=0.2, s=1",
+        ),
         (["--policies=Backup(1)"], "--policies names no policy; did you mean BackupWorkers?"),
         (["--sparse_table=many"], "--sparse_table: write it like 2000x256B. Received: 'many'"),
         ([], "no step time is known; add --step_secs=100ms, or --compute='constant(secs=0.1)'. Rec"),
@@ -66,10 +69,7 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
         (["--step_secs=1s", "--servers=2", "--strategy=multi_worker"], "--servers has no effect here; leave it out"),
         (["--step_secs=1s", "--overlap=0.5"], "--overlap has no effect here; leave it out"),
         (["--step_secs=1s", "--compute=constant(secs=1)"], "--compute is the time of a step already; leave"),
-        (["--step_secs=1s", "--json=/dev/null/a/b"], "--json: the file can't be written (Not a directory)"),
-        (["--json=new/a.json"], "--json: the file can't be written (No such file or directory)"),
         (["--step_secs=1s", "--num_updates=100000000", "--json=/dev/null/a"], "--json: the file can't be written (Not"),
-        (["--step_secs=1s", "--json=/"], "--json: the file can't be written (Is a directory)"),
     ],
 )
 def test_invalid_values_are_one_line_and_code_2(
