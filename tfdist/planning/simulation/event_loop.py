@@ -20,7 +20,6 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from tfdist.planning.simulation import result
 from tfdist.planning.simulation.links import Link
 from tfdist.planning.simulation.result import GradientRecord
 from tfdist.policies import base
@@ -115,9 +114,8 @@ class EventLoop:
         # the policy refused are tried again later.
         self._idle = [(replica - total, replica) for replica in range(total)]
         self._refused: list[tuple[int, int]] = []
-        # `Arrival.number` -> gradient, of accepted gradients that wait for their update.
-        self._waiting: dict[int, int] = {}
-        self._arrival_drops = 0
+        # Gradients of each replica that ended, and whose outcome the policy tells with the next update.
+        self._ended: list[list[GradientRecord]] = [[] for _ in range(total)]
         self._is_updating = False
         self._lost: set[int] = set()
         self._taking_part = total
@@ -209,17 +207,9 @@ class EventLoop:
     def _arrive(self, time: float, replica: int, gradient: int) -> None:
         if self._under_way[replica] != gradient:
             return
-        record = self.gradients[gradient]
-        arrival = self._policy.arrived(replica, record.local_step, time)
-        record.arrived = time
-        self._under_way[replica] = -1
-        self._idle_since[replica] = time
-        if arrival.accepted:
-            self._waiting[arrival.number] = gradient
-        else:
-            record.outcome, record.staleness = result.DROPPED, arrival.staleness
-            self._arrival_drops += 1
-        if arrival.accepted and self._is_synchronous:
+        accepted = self._policy.arrived(replica, self.gradients[gradient].local_step, time).accepted
+        self._end(gradient, replica, time)
+        if accepted and self._is_synchronous:
             # The replica may not start before the update.
             self._refused.append((gradient, replica))
         else:
@@ -228,6 +218,13 @@ class EventLoop:
             self._update(time)
         else:
             self._start_idle(time)
+
+    def _end(self, gradient: int, replica: int, time: float) -> None:
+        record = self.gradients[gradient]
+        record.arrived = time
+        self._ended[replica].append(record)
+        self._under_way[replica] = -1
+        self._idle_since[replica] = time
 
     # Updates.
 
@@ -277,22 +274,14 @@ class EventLoop:
     def _record(self, update: base.Update, time: float) -> None:
         self.updates.append(update)
         self.times.append(time)
-        waiting = self._waiting
-        for number, staleness in zip(update.numbers, update.staleness, strict=True):
-            record = self.gradients[waiting.pop(number)]
-            record.outcome, record.staleness, record.update = result.ACCEPTED, staleness, update.step
-        if self._is_synchronous:
-            # A gradient that was accepted and isn't in the update was withdrawn with its replica.
-            self._end_waiting(list(waiting), result.LOST)
-        elif len(update.dropped) > self._arrival_drops:
-            kept = set(self._policy.waiting)  # type: ignore[attr-defined]
-            self._end_waiting([number for number in waiting if number not in kept], result.DROPPED)
-        self._arrival_drops = 0
-
-    def _end_waiting(self, numbers: list[int], outcome: str) -> None:
-        for number in numbers:
-            record = self.gradients[self._waiting.pop(number)]
-            record.outcome, record.staleness = outcome, self._policy.step - record.local_step
+        for each in update.contributions:
+            ended, times = self._ended[each.replica], (each.start, each.arrival)
+            record = ended.pop(next(i for i, own in enumerate(ended) if (own.started, own.arrived) == times))
+            record.outcome = each.outcome.name.lower()
+            if each.outcome != base.Outcome.LOST:
+                record.staleness = each.staleness
+            if each.outcome == base.Outcome.ACCEPTED:
+                record.update = update.step
 
     # Losses.
 
@@ -304,12 +293,9 @@ class EventLoop:
         self._policy.lost(replica, time)
         gradient = self._under_way[replica]
         if gradient >= 0:
-            record = self.gradients[gradient]
-            record.outcome, record.arrived = result.LOST, time
-            self._under_way[replica] = -1
+            self._end(gradient, replica, time)
             # The lost worker's step is given to another worker.
             self._left_in_epoch += 1
-            self._idle_since[replica] = time
             self._refused.append((gradient, replica))
         if back_after is not None:
             heapq.heappush(self._events, (time + back_after, replica, _RETURNED, known))
