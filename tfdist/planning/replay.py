@@ -58,27 +58,6 @@ class Case:
     gradients_per_sec: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Advice:
-    """Replays of a run, and what they recommend.
-
-    Attributes:
-      measured: updates per second of the run, without validations and checkpoints.
-      cases: the replay of the run as it was first; then the others.
-      chosen: the recommended one of `cases`.
-      text: the recommendation in one line.
-      examples: examples of a gradient; 0 if the log does not say.
-      updates: number of updates that were replayed.
-    """
-
-    measured: float
-    cases: tuple[Case, ...]
-    chosen: Case
-    text: str
-    examples: float
-    updates: int
-
-
 def advise(timeline: Timeline, counts: Sequence[int] = ()) -> Advice:
     """Replays a run as it was, with other spares, and with its fastest workers alone.
 
@@ -89,27 +68,27 @@ def advise(timeline: Timeline, counts: Sequence[int] = ()) -> Advice:
     Raises:
       ReplayError: the run is too short, has policies that can't be replayed, or its replay misses it.
     """
-    run = _Run(timeline)
+    run = Advice(timeline)
     now = run.replay(run.workers, None)
     if abs(now.updates_per_sec / run.measured - 1) > TOLERANCE:
         raise ReplayError(
             f"no advice: the replay makes {now.updates_per_sec:.3g} updates/s where the run made {run.measured:.3g}"
         )
     cases = [now]
-    slow = len(run.found.slow.names) if run.found.slow else 0
-    for count in sorted({1, len(run.workers) - slow, len(run.workers), *counts} & set(range(1, len(run.workers) + 1))):
-        chosen = run.workers[:count]
-        cases += [run.replay(chosen, spares) for spares in run.spares(chosen)]
+    total = len(run.workers)
+    for count in sorted({1, total - run.slow, total, *counts} & set(range(1, total + 1))):
+        cases += [run.replay(run.workers[:count], spares) for spares in run.spares(run.workers[:count])]
     best = max(cases, key=lambda case: case.gradients_per_sec)
     if best.gradients_per_sec < _LEAST_GAIN * now.gradients_per_sec:
         best = now
     # Of those that are as fast, the one with the fewest workers; of these, with the most gradients in an update.
     same = [case for case in cases if case.gradients_per_sec >= _SAME * best.gradients_per_sec]
-    chosen = min(same, key=lambda case: (len(case.workers), case is not best, -case.gradients_per_sec))
-    return Advice(run.measured, tuple(cases), chosen, _in_words(run, now, chosen), run.examples, len(run.updates))
+    run.chosen = min(same, key=lambda case: (len(case.workers), case is not best, -case.gradients_per_sec))
+    run.cases, run.text = tuple(cases), _in_words(run, now, run.chosen)
+    return run
 
 
-def _in_words(run: _Run, now: Case, chosen: Case) -> str:
+def _in_words(run: Advice, now: Case, chosen: Case) -> str:
     if chosen is now:
         policies = ", ".join(run.policies) or "no policy"
         workers = f"{len(now.workers)} worker{'s' * (len(now.workers) > 1)}"
@@ -126,39 +105,47 @@ def _in_words(run: _Run, now: Case, chosen: Case) -> str:
     return f"{' and '.join(filter(None, parts))}: {speed}"
 
 
-class _Run:
-    """Gradients of each worker of a run, and the time between them.
+class Advice:
+    """Gradients of each worker of a run, their replays, and what these recommend; made by `advise`.
 
     Attributes:
       workers: names, the fastest first.
-      updates: the updates that are replayed.
-      measured: updates per second, without validations and checkpoints.
-      examples: examples of a gradient; 0 if unknown.
+      slow: number of those that are slower than all others.
+      updates: number of updates that are replayed.
+      measured: updates per second of the run, without validations and checkpoints.
+      examples: examples of a gradient; 0 if the log does not say.
       policies: the policies of the run, as text.
       own_spares: spares of the run; None for other policies.
-      found: the run's report.
+      cases: the replay of the run as it was first; then the others.
+      chosen: the recommended one of `cases`.
+      text: the recommendation in one line.
     """
+
+    cases: tuple[Case, ...]
+    chosen: Case
+    text: str
 
     def __init__(self, timeline: Timeline) -> None:
         self._header, self.policies = timeline.header, timeline.header.policies
         policy = self._policy(len(timeline.workers))
         self.own_spares = policy.spares if isinstance(policy, BackupWorkers) else None
-        self.updates, rows = _steady(timeline)
-        times, events = self.updates.time, timeline.events
+        updates, rows = _steady(timeline)
+        self.updates, times, events = len(updates), updates.time, timeline.events
         inside = (events.event_time > times[0]) & (events.event_time < times[-1])
         pauses = float(events.event_secs[inside].sum())
         self.measured = _rate(times, pauses)
         accepted = rows.outcome == Outcome.ACCEPTED
-        self.examples = int(self.updates.examples.sum()) / max(1, int(np.count_nonzero(accepted)))
-        self.found = report.of_log(self.updates, rows, timeline.workers)
-        made = np.repeat(self.updates.time, self.updates.count)
+        self.examples = int(updates.examples.sum()) / max(1, int(np.count_nonzero(accepted)))
+        slow = report.of_log(updates, rows, timeline.workers).slow
+        self.slow = len(slow.names) if slow else 0
+        made = np.repeat(updates.time, updates.count)
         # Without a policy a worker begins when the update before was made: with callbacks, and the optimizer.
-        is_timed = np.repeat(self.updates.reduce > 0, self.updates.count)
-        opened = np.repeat(self.updates.opened, self.updates.count)
+        is_timed = np.repeat(updates.reduce > 0, updates.count)
+        opened = np.repeat(updates.opened, updates.count)
         start, arrival = made + np.where(is_timed, -opened, rows.start), made + rows.arrival
         self._overhead, begins = 0.0, None
         if policy.is_synchronous:
-            self._overhead, begins = _overhead(self.updates, start, np.where(accepted, arrival, -np.inf), pauses)
+            self._overhead, begins = _overhead(updates, start, np.where(accepted, arrival, -np.inf), pauses)
         self._secs: dict[str, list[float]] = {}
         for worker, name in enumerate(timeline.workers):
             mine = np.flatnonzero((rows.worker == worker) & (rows.outcome != Outcome.LOST))
@@ -203,7 +190,7 @@ class _Run:
         secs = [self._secs[name] for name in workers]
         costs = Costs(update_secs=lambda taking_part: self._overhead)
         loop = EventLoop(policy, lambda replica, attempt: secs[replica][attempt % len(secs[replica])], costs)
-        count = min(len(self.updates), max(_LEAST_UPDATES, _MOST_GRADIENTS // len(workers)))
+        count = min(self.updates, max(_LEAST_UPDATES, _MOST_GRADIENTS // len(workers)))
         loop.run(count)
         rate = _rate(np.array(loop.times[_FIRST:]))
         gradients = sum(len(update.contributors) for update in loop.updates) / count
