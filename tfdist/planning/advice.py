@@ -225,7 +225,7 @@ def _useful(profile: Profile, row: Row) -> float:
     2018, arXiv 1812.06162, equation 2.12).
     """
     noise = profile.noise_scale
-    if noise is None or not noise.says_something:
+    if noise is None:
         return row.examples_per_sec
     batch = max(profile.batch_size, row.examples_per_sec / row.updates_per_sec)
     return row.examples_per_sec * (noise.value + profile.batch_size) / (noise.value + batch)

@@ -108,7 +108,7 @@ def _of_profile(values: flags.FlagValues, path: pathlib.Path, given: Sequence[in
         head.append(f"machine: {_cores(measured, here)}")
     if measured.busy_in_words:
         head.append(f"warning: {measured.busy_in_words}")
-    if measured.noise_scale and measured.noise_scale.says_something:
+    if measured.noise_scale:
         head.append(str(measured.noise_scale))
     shown = found if values.all else worth_showing(found, chosen)
     _write(values, head, found, shown, chosen, words, "examples", {"network": links.text})
@@ -171,15 +171,13 @@ def _cores(measured: profile.Profile, workers: int) -> str:
 
 def worth_showing(found: Sequence[Row], chosen: Row) -> list[Row]:
     """Returns the rows without those that make less than half of the best with as many workers, and are no baseline."""
-    best: dict[int, float] = {}
-    for row in found:
-        best[row.setting.workers] = max(best.get(row.setting.workers, 0.0), row.examples_per_sec)
-    baselines = ("", "synchronous", "asynchronous")
-    return [
-        row
-        for row in found
-        if row is chosen or row.setting.label in baselines or row.examples_per_sec >= best[row.setting.workers] / 2
-    ]
+
+    def is_shown(row: Row) -> bool:
+        best = max(each.examples_per_sec for each in found if each.setting.workers == row.setting.workers)
+        is_baseline = row.setting.label in ("", "synchronous", "asynchronous")
+        return row is chosen or is_baseline or row.examples_per_sec >= best / 2
+
+    return list(filter(is_shown, found))
 
 
 def _write(

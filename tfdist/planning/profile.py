@@ -62,11 +62,6 @@ class NoiseScale(Checked):
     low: Amount
     high: Amount
 
-    @property
-    def says_something(self) -> bool:
-        """False if the interval is so wide that the number tells nothing."""
-        return 0 < self.high < _MOST_SPREAD * self.low
-
     def __str__(self) -> str:
         return f"gradient noise scale {self.value:.3g} examples ({self.low:.3g} to {self.high:.3g})"
 
@@ -83,7 +78,7 @@ class Profile(Checked):
       trainable_bytes: bytes of all trainable variables.
       optimizer_bytes: bytes of the optimizer's variables.
       tables: embedding tables with sparse gradients.
-      noise_scale: None if unknown.
+      noise_scale: None if unknown, or if its interval is so wide that the number says nothing.
       script: name of the script.
       model: name of the model.
       device: kind of the device.
@@ -111,6 +106,8 @@ class Profile(Checked):
         super().__post_init__()
         if not self.samples:
             raise ValueError("no step was measured")
+        if self.noise_scale and not 0 < self.noise_scale.high < _MOST_SPREAD * self.noise_scale.low:
+            object.__setattr__(self, "noise_scale", None)
 
     @property
     def samples(self) -> Secs:

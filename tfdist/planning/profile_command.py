@@ -74,7 +74,7 @@ def _profile(values: flags.FlagValues, command: list[str]) -> int:
     profile = dataclasses.replace(measured[0], script=pathlib.Path(script).name)
     _files.write(output, profile.to_json())
     rows = f", {len(profile.tables)} tables with sparse gradients" if profile.tables else ""
-    noise = f"; {profile.noise_scale}" if profile.noise_scale and profile.noise_scale.says_something else ""
+    noise = f"; {profile.noise_scale}" if profile.noise_scale else ""
     size, millis = f"{profile.dense_bytes / 1e6:.3g} MB of gradients", 1e3 * statistics.median_high(profile.samples)
     _say(f"{profile.batch_size} examples in {millis:.3g} ms, {size}{rows}{noise}; wrote {output}")
     if profile.busy_in_words:
