@@ -42,7 +42,6 @@ the other tasks can be reached. Returns 0 if nothing is wrong, else 1.
   tfdist launch ssh --hosts=a,b -m tfdist.doctor --measure         bandwidth and latency between all machines
   tfdist doctor --firewall_rules                                   prints rules that let only the job's hosts in
 """
-_OF_MEASURE = ("measure_secs", "json")
 OK, WARNING, WRONG = "ok", "warning", "wrong"
 _MEND_NAME = "mend DNS, or use its IP address in TF_CONFIG"
 # Requirements of setup.py.
@@ -68,7 +67,7 @@ class Finding:
 
 def _run(values: flags.FlagValues, _: Sequence[str]) -> int:
     """Returns the exit code: 1 if something is wrong, 0 also with warnings."""
-    for name in _OF_MEASURE if not values.measure else ():
+    for name in ("measure_secs", "json") if not values.measure else ():
         if values[name].present:
             raise LaunchError(f"--{name} is for --measure; give both. Received: --{name}={values[name].value}")
     for name in ("measure", "firewall_rules") if "TF_CONFIG" not in os.environ else ():

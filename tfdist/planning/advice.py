@@ -177,16 +177,11 @@ def rows(
             speed, updates = prediction.steady(result)
             machines = 1 if network.is_one_machine else math.ceil(count / here) + setting.servers
             efficiency, cost = speed / (count * alone), machines * alone / speed
-            limit = _limit(profile, result.limit, here, efficiency)
+            limit, slower = result.limit, prediction.slowdown(profile, here)
+            if slower - 1 > (1 / efficiency - 1) / 2:
+                limit = f"shared cores: {here} workers on {profile.cores} cores take {slower:.1f} times as long"
             found.append(Row(setting, speed, updates, efficiency, result.mean_staleness, cost, limit))
     return found
-
-
-def _limit(profile: Profile, limit: str, here: int, efficiency: float) -> str:
-    slower = prediction.slowdown(profile, here)
-    if slower - 1 > (1 / efficiency - 1) / 2:
-        return f"shared cores: {here} workers on {profile.cores} cores take {slower:.1f} times as long"
-    return limit
 
 
 def recommended(found: Sequence[Row], profile: Profile, most_cost: float = MOST_COST) -> Row:

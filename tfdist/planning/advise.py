@@ -94,22 +94,21 @@ def _of_profile(values: flags.FlagValues, path: pathlib.Path, given: Sequence[in
     found = advice.rows(measured, links, workers, per_machine, values.global_batch)
     chosen = advice.recommended(found, measured, most_cost)
     words = advice.in_words(found, chosen, measured, most_cost)
-    head = [
-        f"profile: {measured.script or measured.model}, {measured.batch_size} examples a step on one {measured.device}"
-    ]
-    if measured.dense_bytes or measured.tables:
-        tables = len(measured.tables)
-        sparse = f" and {tables} sparse table{'s' * (tables > 1)}" if tables else ""
-        head.append(f"gradients: {measured.dense_bytes / 1e6:.3g} MB{sparse}")
-    head.append(f"network: {links.text}")
-    if links.software_bandwidth < links.bandwidth:
-        head.append(f"TensorFlow sends at most {links.software_bandwidth / 0.125e9:.2g} Gbit/s from CPUs")
-    if (here := min(max(workers), per_machine)) > 1:
-        head.append(f"machine: {_cores(measured, here)}")
-    if measured.busy_in_words:
-        head.append(f"warning: {measured.busy_in_words}")
-    if measured.noise_scale:
-        head.append(str(measured.noise_scale))
+    step = f"{measured.batch_size} examples a step on one {measured.device}"
+    tables, here = len(measured.tables), min(max(workers), per_machine)
+    sparse = f" and {tables} sparse table{'s' * (tables > 1)}" if tables else ""
+    sent = f"{measured.dense_bytes / 1e6:.3g} MB{sparse}" if measured.dense_bytes or tables else ""
+    is_slow = links.software_bandwidth < links.bandwidth
+    lines = {
+        "profile: ": f"{measured.script or measured.model}, {step}",
+        "gradients: ": sent,
+        "network: ": links.text,
+        "TensorFlow sends at most ": f"{links.software_bandwidth / 0.125e9:.2g} Gbit/s from CPUs" if is_slow else "",
+        "machine: ": _cores(measured, here) if here > 1 else "",
+        "warning: ": measured.busy_in_words,
+        "": str(measured.noise_scale or ""),
+    }
+    head = [f"{name}{text}" for name, text in lines.items() if text]
     shown = found if values.all else worth_showing(found, chosen)
     _write(values, head, found, shown, chosen, words, "examples", {"network": links.text})
     return 0

@@ -38,7 +38,6 @@ _ONLY_FOR = {
     ("overlap",): ("mirrored", "multi_worker"),
     ("workers_per_machine", "bandwidth", "latency_secs"): ("parameter_server", "multi_worker"),
 }
-_CODECS = {"CodecModel": CodecModel}
 # Flags by the part of the configuration that they set: type and help. Values with a unit stay text.
 _Flags = dict[str, tuple[type, str]]
 _LEAST = {"servers": 0, "steps_per_epoch": 0, "seed": None}  # 1 of other integers.
@@ -147,7 +146,8 @@ def _simulate(values: flags.FlagValues) -> Result:
         example = "lognormal(mean=0.2, s=1.0)"
         cluster["compute"] = tfdist.flags.build(cluster["compute"], "--compute", "distribution", BUILDERS, example)
     tables = [_table(each) for each in values.sparse_table]
-    codec = values.codec and tfdist.flags.build(values.codec, "--codec", "codec", _CODECS, "CodecModel(ratio=0.5)")
+    known, example = {"CodecModel": CodecModel}, "CodecModel(ratio=0.5)"
+    codec = tfdist.flags.build(values.codec, "--codec", "codec", known, example) if values.codec else None
     network = NetworkModel(**given(_NETWORK))
     links = given(name for name in _NETWORK if name.endswith("bandwidth"))
     if links and values.dense_bytes is None and not tables:
@@ -160,7 +160,7 @@ def _simulate(values: flags.FlagValues) -> Result:
         ModelProfile(**given(_MODEL), sparse_tables=tables),
         strategy=values.strategy,
         policies=[tfdist.flags.parse_policy(each, "--policies") for each in values.policies],
-        codec=codec or None,
+        codec=codec,
         **given(_RUN),
     )
 

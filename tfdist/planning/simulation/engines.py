@@ -139,22 +139,6 @@ class EngineModel:
         return min(network.bandwidth, within), network.latency_secs
 
 
-def check_simulable(strategy: str, cluster: ClusterModel) -> None:
-    """Raises ValueError if a strategy can't run on a cluster, or is none."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}. Received: strategy={strategy!r}")
-    if strategy == MIRRORED and cluster.workers != 1:
-        raise ValueError(
-            f"{MIRRORED} trains on the devices of one worker; use ClusterModel(workers=1) and "
-            f"ClusterModel(devices_per_worker={cluster.workers * cluster.devices_per_worker}). "
-            f"Received: workers={cluster.workers}"
-        )
-    if strategy == PARAMETER_SERVER and not cluster.servers:
-        raise ValueError(
-            f"{PARAMETER_SERVER} needs a parameter server; use ClusterModel(servers=1), or more. Received: servers=0"
-        )
-
-
 def aggregation(strategy: str, composed: composition.Composition, replicas: int) -> Aggregation:
     """Returns the policy that decides about gradients; by default the one that equals the strategy without policies."""
     if composed.aggregation is not None:

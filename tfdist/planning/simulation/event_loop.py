@@ -147,11 +147,9 @@ class EventLoop:
                 self.time, replica, kind, gradient = heapq.heappop(events)
                 handlers[kind](self.time, replica, gradient)
             else:
-                raise RuntimeError(self._stall())
-
-    def _stall(self) -> str:
-        text = f"{self._policy!r} lets no replica start in step {self._policy.step}, and no update is due"
-        return f"{text}; lost for good: {', '.join(map(str, sorted(self._lost)))}" if self._lost else text
+                lost = f"; lost for good: {', '.join(map(str, sorted(self._lost)))}" if self._lost else ""
+                text = f"lets no replica start in step {self._policy.step}, and no update is due"
+                raise RuntimeError(f"{self._policy!r} {text}{lost}")
 
     # Replicas.
 

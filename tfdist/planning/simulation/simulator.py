@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from tfdist import _checks
-from tfdist.planning.simulation import engines, result
+from tfdist.planning.simulation import engines
 from tfdist.planning.simulation.delay_distributions import DelayDistribution
 from tfdist.planning.simulation.engines import EngineModel
 from tfdist.planning.simulation.event_loop import Costs, EventLoop
@@ -56,7 +56,18 @@ def simulate(
     """
     model = ModelProfile() if model is None else model
     strategy = engines.SHORT_NAMES.get(strategy, strategy)
-    engines.check_simulable(strategy, cluster)
+    if strategy not in engines.STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(engines.STRATEGIES)}. Received: strategy={strategy!r}")
+    if strategy == engines.MIRRORED and cluster.workers != 1:
+        raise ValueError(
+            f"{strategy} trains on the devices of one worker; use ClusterModel(workers=1) and "
+            f"ClusterModel(devices_per_worker={cluster.workers * cluster.devices_per_worker}). "
+            f"Received: workers={cluster.workers}"
+        )
+    if strategy == engines.PARAMETER_SERVER and not cluster.servers:
+        raise ValueError(
+            f"{strategy} needs a parameter server; use ClusterModel(servers=1), or more. Received: servers=0"
+        )
     _checks.check_count("simulate", "num_updates", num_updates)
     _checks.check_count("simulate", "steps_per_epoch", steps_per_epoch, at_least=0)
     policies = composition.check_policies(policies, strategy)
@@ -215,9 +226,14 @@ def _result(
     alone = [1.0 / each if (each := times.mean_secs(replica)) else float("inf") for replica in range(replicas)]
     all_alone = model.batch_size * engine.devices_per_replica * sum(alone)
     examples_per_sec = count * examples / secs if secs else float("inf")
-    computing, transfer = (
-        busy / max(secs * replicas, 1e-300) for busy in _busy_secs(loop.gradients, secs, costs.gradient_secs)
-    )
+    # Seconds of all replicas together in which they compute, and in which they fetch, send and encode.
+    computing = transfer = 0.0
+    for each in loop.gradients:
+        busy = max(0.0, min(each.computed, secs) - each.received)
+        latency = min(busy, costs.gradient_secs)
+        computing += busy - latency
+        transfer += max(0.0, min(each.arrived, secs) - each.computed) + each.received - each.started + latency
+    total = max(secs * replicas, 1e-300)
     return Result(
         seconds=secs,
         updates=tuple(loop.updates),
@@ -230,30 +246,13 @@ def _result(
         examples_per_sec=examples_per_sec,
         single_examples_per_sec=model.batch_size * max(alone),
         efficiency=examples_per_sec / all_alone if secs else 1.0,
-        computing_share=computing,
-        transfer_share=transfer,
-        held_share=max(0.0, 1.0 - computing - transfer),
+        computing_share=computing / total,
+        transfer_share=transfer / total,
+        held_share=max(0.0, 1.0 - computing / total - transfer / total),
         held_secs=tuple(loop.held_secs),
         updating_secs=loop.busy_secs,
         links=_links(loop, engine, costs, secs),
     )
-
-
-def _busy_secs(records: result.GradientRecords, until: float, latency_secs: float) -> tuple[float, float]:
-    """Returns the seconds of all replicas together in which they computed, and in which they fetched or sent.
-
-    Args:
-      records: the gradients, to whose computing `latency_secs` was added.
-      until: the end of the simulation.
-      latency_secs: of the messages of a gradient, and its encoding.
-    """
-    computing = transfer = 0.0
-    for each in records:
-        busy = max(0.0, min(each.computed, until) - each.received)
-        latency = min(busy, latency_secs)
-        computing += busy - latency
-        transfer += max(0.0, min(each.arrived, until) - each.computed) + each.received - each.started + latency
-    return computing, transfer
 
 
 def _links(loop: EventLoop, engine: EngineModel, costs: Costs, secs: float) -> dict[str, LinkUse]:
