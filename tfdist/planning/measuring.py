@@ -276,11 +276,11 @@ def _noise(model: Any, found: Sequence[Any], size: int, secs: float) -> NoiseSca
     part, end, norms = size // parts, float("inf"), list[tuple[float, float]]()
     of_part = tf.function(lambda part: _squared_norms(model, part), reduce_retracing=True)
     for batch in found:
-        total, small = None, 0.0
+        total, small = list[Any](), 0.0
         for first in range(0, parts * part, part):
             cut = tf.nest.map_structure(lambda each, first=first: each[first : first + part], batch)
             gradients, norm = of_part(cut)
-            total = gradients if total is None else [each + more for each, more in zip(total, gradients, strict=True)]
+            total = [each + more for each, more in zip(total, gradients, strict=True)] if total else gradients
             small += float(norm) / parts
         norms.append((small, float(_squared_norm(total)) / parts**2))
         if time.perf_counter() > end:

@@ -107,7 +107,9 @@ _distribution = must(
     "be a distribution such as lognormal(mean=0.2, s=1.0)", lambda value: isinstance(value, DelayDistribution)
 )
 _factor = must("be a number above 0", lambda value: _is_number(value) and value > 0)
-Rate, Size, Secs = Annotated[Any, bytes_per_sec], Annotated[Any, num_bytes], Annotated[Any, secs]
+Rate = Annotated[Any, bytes_per_sec]
+Size = Annotated[Any, num_bytes]
+Secs = Annotated[Any, secs]
 Count = Annotated[int, _count]
 Index = Annotated[int, must("be an integer of at least 0", functools.partial(_checks.is_count, at_least=0))]
 Factor = Annotated[float, _factor]

@@ -153,7 +153,7 @@ class Result(Simulation):
 
     @property
     def limit(self) -> str:
-        """What limits the throughput, in words."""
+        """Limit of the throughput, in words."""
         computing, transfer, held = self.computing_share, self.transfer_share, self.held_share
         updating = min(self.updating_secs, self.seconds) / self.seconds if self.seconds else 0.0
         used = {name: use.utilisation for name, use in self.links.items()}

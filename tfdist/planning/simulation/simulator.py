@@ -143,6 +143,8 @@ def simulate_policy(
 
 def _checked(durations: Durations | DelayDistribution | float) -> Durations:
     """Returns a function of the durations, which raises ValueError for one that is no time."""
+    if isinstance(durations, DelayDistribution):
+        return functools.partial(durations.draw, 0)
 
     def secs(replica: int, attempt: int) -> float:
         found = durations(replica, attempt) if callable(durations) else durations
@@ -150,7 +152,7 @@ def _checked(durations: Durations | DelayDistribution | float) -> Durations:
             raise ValueError(f"simulate_policy(durations=...) must be seconds, 0 or more. Received: {found!r}")
         return found
 
-    return functools.partial(durations.draw, 0) if isinstance(durations, DelayDistribution) else secs
+    return secs
 
 
 class ComputingTimes:
