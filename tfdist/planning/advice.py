@@ -93,9 +93,10 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the row as JSON data."""
-        own, numbers = self.setting, dataclasses.asdict(dataclasses.replace(self, setting=Setting()))
-        given = {"strategy": own.strategy or "one device", "policies": own.code, "label": own.label}
-        return {**given, "workers": own.workers, "servers": own.servers, **numbers} | {"setting": str(own)}
+        own = self.setting
+        given = {"setting": str(own), "strategy": own.strategy or "one device", "policies": own.code}
+        given |= {"label": own.label, "workers": own.workers, "servers": own.servers}
+        return {**vars(self), **given}
 
 
 # Labels, codecs, and costs: bytes sent / bytes, and speeds of one core in bytes of float32 (benchmarks/results). A

@@ -41,9 +41,9 @@ class Network:
 
     bandwidth: float
     latency_secs: float
-    software_bandwidth: float = SOFTWARE_BANDWIDTH
-    text: str = ""
-    is_one_machine: bool = False
+    software_bandwidth: float
+    text: str
+    is_one_machine: bool
 
     def model(self) -> NetworkModel:
         """Returns what the simulator takes: each byte passes the software, and then the link."""

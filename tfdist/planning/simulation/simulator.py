@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from tfdist import _checks
 from tfdist.planning.simulation import engines
-from tfdist.planning.simulation.delay_distributions import DelayDistribution
+from tfdist.planning.simulation.delay_distributions import DelayDistribution, constant
 from tfdist.planning.simulation.engines import EngineModel
 from tfdist.planning.simulation.event_loop import Costs, EventLoop
 from tfdist.planning.simulation.models import ClusterModel, CodecModel, ModelProfile
@@ -173,28 +173,20 @@ class ComputingTimes:
         if mean is None and cluster.compute is None:
             remedy = 'add ModelProfile(step_secs="100ms"), or ClusterModel(compute=constant(secs=0.1))'
             raise ValueError(f"no step time is known; {remedy}. Received: neither")
-        if mean is not None and cluster.compute is not None and not cluster.compute.mean:
-            raise ValueError(
-                "ClusterModel(compute=...) must have a mean above 0 to be scaled to ModelProfile(step_secs=...). "
-                f"Received: {cluster.compute!r}"
-            )
-        self._distribution = cluster.compute
+        self._distribution = constant(mean) if cluster.compute is None else cluster.compute  # type: ignore[arg-type]
         self._scale = 1.0 if cluster.compute is None or mean is None else mean / cluster.compute.mean
-        self.mean = cluster.compute.mean * self._scale if cluster.compute is not None else float(mean or 0.0)
+        self.mean = self._distribution.mean * self._scale
         self._devices, self._steps, self._seed = engine.devices_per_replica, engine.steps_per_gradient, seed
         replicas = range(engine.replicas)
         self._factors = [1.0 / cluster.of_worker("speeds", replica, 1.0) for replica in replicas]
         self._delays = [cluster.of_worker("delays", replica, None) for replica in replicas]
-        is_random = cluster.compute is not None and cluster.compute.name != "constant"
         # One generator for each replica, so that its draws don't depend on the order of events.
+        is_random = self._distribution.name != "constant"
         self._randoms = [random.Random(f"{seed}:{replica}") for replica in replicas] if is_random else []
 
     def secs(self, replica: int, attempt: int) -> float:
         """Returns the seconds of one gradient; called in the order of attempts for each replica."""
         delay = self._delays[replica]
-        if self._devices == self._steps == 1:
-            secs = self._step(replica, attempt) * self._factors[replica]
-            return secs + delay.draw(self._seed, replica, attempt) if delay else secs
         steps = range(attempt * self._steps, (attempt + 1) * self._steps)
         # The replica waits for the slowest of its devices.
         secs = sum(max(self._step(replica, each) for _ in range(self._devices)) for each in steps)
@@ -206,7 +198,7 @@ class ComputingTimes:
             return self.mean
         # In (0, 1), where quantiles are finite.
         uniform = self._randoms[replica].random() or 2.0**-54
-        return self._distribution.quantile(uniform, attempt) * self._scale  # type: ignore[union-attr]
+        return self._distribution.quantile(uniform, attempt) * self._scale
 
     def mean_secs(self, replica: int) -> float:
         """Returns the expected seconds of one step of one device of a replica."""
