@@ -60,8 +60,7 @@ class Setting:
 
     def __str__(self) -> str:
         """The strategy as a user writes it."""
-        arguments = f"policies=[{self.code if self.code.startswith('tfdist.') else f'tfdist.{self.code}'}]"
-        return f"tfdist.{self.strategy}({arguments if self.code else ''})"
+        return f"tfdist.{self.strategy}({f'policies=[tfdist.{self.code}]' if self.code else ''})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +98,8 @@ class Row:
         return {**vars(self), **given}
 
 
-# Labels, codecs, and costs: bytes sent / bytes, and speeds of one core in bytes of float32 (benchmarks/results). A
-# threshold's ratio is that of a density of 0.25 %.
+# Labels, codecs, and costs: bytes sent / bytes, and speeds of one core in bytes of float32
+# (benchmarks/results/codecs.json). A threshold's ratio is that of a density of 0.25 %.
 _HALF = "bfloat16", 'HalfPrecision("bfloat16")', CodecModel(0.5, 5e9, 5e9, True)
 _HALF_ON_SERVERS = (*_HALF[:2], dataclasses.replace(_HALF[2], variables_ratio=0.5))
 _THRESHOLD = "threshold", "Threshold()", CodecModel(0.001, 2e9, 4e9, False)
