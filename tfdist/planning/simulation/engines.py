@@ -96,7 +96,8 @@ class EngineModel:
         capacity = server * cluster.servers
         is_fair = is_synchronous if network.queueing is None else network.queueing == "fair"
         takes_time = bool(down_bytes or up_bytes) and min(capacity, most) < math.inf
-        down, up = ((Link if is_fair else FifoLink)(capacity, most) if takes_time else None for _ in range(2))
+        kind = Link if is_fair else FifoLink
+        down, up = (kind(capacity, most), kind(capacity, most)) if takes_time else (None, None)
         return Costs(down, up, down_bytes, up_bytes, within_secs + 2 * latency, lambda count: model.update_secs)
 
     # Collectives.
