@@ -41,16 +41,8 @@ def sparse_tables(model: Any, batch: Any) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def _squared_norms(model: Any, part: Any) -> tuple[list[Any], Any]:
-    """Returns the dense gradients of a part of a batch, and their squared norm."""
-    gradients = [
-        tf.cast(tf.convert_to_tensor(each), tf.float32) for each in gradients_of(model, part) if each is not None
-    ]
-    return gradients, _squared_norm(gradients)
-
-
-def _squared_norm(gradients: Sequence[Any]) -> Any:
-    return tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients])
+def _squared_norm(gradients: Sequence[Any]) -> float:
+    return float(tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients]))
 
 
 def bytes_of(variable: Any) -> int:
@@ -274,15 +266,20 @@ def _noise(model: Any, found: Sequence[Any], size: int, secs: float) -> NoiseSca
     if sum(map(bytes_of, model.trainable_variables)) > _MOST_DENSE_BYTES or parts < 2 or len(found) < 2:
         return None
     part, end, norms = size // parts, float("inf"), list[tuple[float, float]]()
-    of_part = tf.function(lambda part: _squared_norms(model, part), reduce_retracing=True)
+
+    @tf.function(reduce_retracing=True)
+    def of_part(part: Any) -> list[Any]:
+        found = gradients_of(model, part)
+        return [tf.cast(tf.convert_to_tensor(each), tf.float32) for each in found if each is not None]
+
     for batch in found:
         total, small = list[Any](), 0.0
         for first in range(0, parts * part, part):
             cut = tf.nest.map_structure(lambda each, first=first: each[first : first + part], batch)
-            gradients, norm = of_part(cut)
+            gradients = of_part(cut)
+            small += _squared_norm(gradients) / parts
             total = [each + more for each, more in zip(total, gradients, strict=True)] if total else gradients
-            small += float(norm) / parts
-        norms.append((small, float(_squared_norm(total)) / parts**2))
+        norms.append((small, _squared_norm(total) / parts**2))
         if time.perf_counter() > end:
             break
         # Tracing the first one is not counted.
