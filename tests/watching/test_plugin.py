@@ -13,7 +13,6 @@ from typing import Any
 import cluster_log
 import numpy as np
 import pytest
-import waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.plugins import base_plugin
@@ -235,7 +234,6 @@ def test_advice_of_the_page_is_that_of_the_replay(tmp_path):
     cluster_log.write(tmp_path / "updates", workers=4, updates=400, slow=4.0)
     site = Site(tmp_path)
     (job,) = site.json("/jobs")["jobs"]
-    waiting.wait_until(lambda: site.json("/advice", job=job["id"])["state"] != "computing")
     found, expected = site.json("/advice", job=job["id"]), replay.advise(read_logs(tmp_path))
     assert (found["state"], found["text"], found["measured"]) == ("ready", expected.text, expected.measured)
     assert [each["gradients"] for each in found["cases"]] == [each.gradients_per_sec for each in expected.cases]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import hashlib
 import json
@@ -51,25 +50,6 @@ _REREAD_SECS = 5.0
 _LOOK_SECS = 10.0
 
 
-def _advice(timeline: Timeline) -> dict[str, Any]:
-    try:
-        found = replay.advise(timeline)
-    except replay.ReplayError as error:
-        return {"state": "none", "reason": str(error)}
-    cases = [
-        {
-            "workers": len(case.workers),
-            "spares": case.spares,
-            "updates": case.updates_per_sec,
-            "gradients": case.gradients_per_sec,
-            "now": not index,
-            "chosen": case is found.chosen,
-        }
-        for index, case in enumerate(found.cases)
-    ]
-    return {"state": "ready", "text": found.text, "cases": cases, "measured": found.measured, "updates": found.updates}
-
-
 class RecordedJob:
     """One training: a timeline, and what is computed from it when the page first asks."""
 
@@ -78,7 +58,6 @@ class RecordedJob:
         header = timeline.header
         self.id = hashlib.sha256(f"{timeline.job}\0{header.writer}\0{timeline.origin_secs!r}".encode()).hexdigest()[:16]
         self.run = run_directory(timeline)
-        self._advising: concurrent.futures.Future[dict[str, Any]] | None = None
         self._lock = threading.Lock()
         self._levels: level_of_detail.Levels | None = None
 
@@ -100,23 +79,26 @@ class RecordedJob:
         """Rows of the table of workers."""
         return worker_table.table(self.timeline, self.levels, self.report)
 
+    @functools.cached_property
     def advice(self) -> dict[str, Any]:
-        """Returns the result of a replay, which is computed once; "state": "computing" until it is there."""
-        with self._lock:
-            if self._advising is None:
-                self._advising = concurrent.futures.Future()
-                threading.Thread(target=self._advise, args=(self._advising,), name="tfdist advice", daemon=True).start()
+        """Result of a replay, which takes up to some seconds."""
         try:
-            # Small clusters take less, and the page needn't ask twice.
-            return self._advising.result(0.5)
-        except TimeoutError:
-            return {"state": "computing"}
-
-    def _advise(self, answer: concurrent.futures.Future[dict[str, Any]]) -> None:
-        try:
-            answer.set_result(_advice(self.timeline))
-        except Exception as error:
-            answer.set_exception(error)
+            found = replay.advise(self.timeline)
+        except replay.ReplayError as error:
+            return {"state": "none", "reason": str(error)}
+        cases = [
+            {
+                "workers": len(case.workers),
+                "spares": case.spares,
+                "updates": case.updates_per_sec,
+                "gradients": case.gradients_per_sec,
+                "now": not index,
+                "chosen": case is found.chosen,
+            }
+            for index, case in enumerate(found.cases)
+        ]
+        facts = {"text": found.text, "measured": found.measured, "updates": found.updates}
+        return {"state": "ready", "cases": cases, **facts}
 
     def summary(self) -> dict[str, Any]:
         """Returns the fields of a job in the list of jobs."""
@@ -363,7 +345,7 @@ class TfdistPlugin(base_plugin.TBPlugin):
             "/workers": self._route(lambda request: workers(self._job(request))),
             "/window": self._route(self._window),
             "/scalars": self._route(lambda request: series_of(self._job(request).timeline)),
-            "/advice": self._route(lambda request: self._job(request).advice()),
+            "/advice": self._route(lambda request: self._job(request).advice),
         }
 
     def _route(self, answer: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:

@@ -4,8 +4,6 @@
 import {getJson} from './api.js';
 import {element, empty, count, digits, short} from './format.js';
 
-const WAIT_MS = 1000;
-
 export class Advice {
   constructor() {
     this.list = element('div', {id: 'advice', 'aria-live': 'polite'});
@@ -22,15 +20,11 @@ export class Advice {
   async load(job) {
     if (this.shown === job.id + job.updates) return;
     const mine = this.shown = job.id + job.updates;
-    for (;;) {
-      const answer = await getJson('advice', {job: job.id}).catch(() => ({state: 'none'}));
-      if (mine !== this.shown) return;
-      this.list.dataset.state = answer.state;
-      this.root.hidden = answer.state !== 'ready';
-      if (answer.state === 'ready') this.show(answer);
-      if (answer.state !== 'computing') return;
-      await new Promise(done => { setTimeout(done, WAIT_MS); });
-    }
+    const answer = await getJson('advice', {job: job.id}).catch(() => ({state: 'none'}));
+    if (mine !== this.shown) return;
+    this.list.dataset.state = answer.state;
+    this.root.hidden = answer.state !== 'ready';
+    if (answer.state === 'ready') this.show(answer);
   }
 
   show({text, cases, measured, updates}) {
