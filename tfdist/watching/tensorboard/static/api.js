@@ -30,25 +30,12 @@ async function answer(route, parameters) {
   return response;
 }
 
-// Runs one request at a time; of those that come meanwhile the newest follows, and the others are left out.
-export class Latest {
-  constructor(run) {
-    this.run = run;
-    this.running = null;
-    this.next = null;
-  }
-
-  call(argument) {
-    if (this.running) {
-      if (this.next) this.next.resolve(null);
-      return new Promise((resolve, reject) => { this.next = {argument, resolve, reject}; });
-    }
-    this.running = this.run(argument).finally(() => {
-      this.running = null;
-      const next = this.next;
-      this.next = null;
-      if (next) this.call(next.argument).then(next.resolve, next.reject);
-    });
-    return this.running;
-  }
+// Runs one request at a time; of those that are made meanwhile the newest follows, and the others return null.
+export function latest(run) {
+  let newest = 0, last = Promise.resolve();
+  return argument => {
+    const mine = ++newest;
+    last = last.catch(() => null).then(() => (mine === newest ? run(argument) : null));
+    return last;
+  };
 }

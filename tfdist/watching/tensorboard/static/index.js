@@ -66,7 +66,7 @@ class Page {
     try {
       answer = await getJson('jobs', {});
     } catch (error) {
-      this.say(`The page can't read its data: ${error.message}`);
+      this.fail(error);
       return;
     }
     this.jobs = answer.jobs.map(job => ({...job, run: job.run || answer.logdir.split('/').findLast(Boolean)}));
@@ -121,8 +121,8 @@ class Page {
     }
     this.message.hidden = true;
     if (!isOther && !grew) {
-      // TensorBoard may have read event files later than the log.
-      await this.charts.loadScalars(job).catch(error => this.say(`The page can't read its data: ${error.message}`));
+      // A loss of an epoch comes after its last update.
+      await this.charts.loadScalars(job).catch(error => this.fail(error));
       return;
     }
     if (isOther) {
@@ -144,7 +144,7 @@ class Page {
       this.charts.setEvents(workers.events);
     });
     await Promise.all([this.changed(), rows, this.charts.loadScalars(job)]).then(
-      () => { if (this.job.id === job.id) this.root.dataset.state = 'ready'; }, error => this.say(`The page can't read its data: ${error.message}`));
+      () => { if (this.job.id === job.id) this.root.dataset.state = 'ready'; }, error => this.fail(error));
     if (this.job.id === job.id) this.advice.load(job);
   }
 
@@ -161,13 +161,15 @@ class Page {
       this.charts.draw();
       this.root.dataset.shown = `${begin} ${end}`;
     } catch (error) {
-      this.say(`The page can't read its data: ${error.message}`);
+      this.fail(error);
     }
   }
 
   redraw() {
     if (this.job) this.changed();
   }
+
+  fail(error) { this.say(`The page can't read its data: ${error.message}`); }
 
   say(text) {
     this.message.textContent = text;

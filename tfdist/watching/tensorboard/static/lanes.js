@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draws the lanes: each gradient by itself, or the shares of what a worker did in each bucket of time.
 
-import {colours, pattern} from './theme.js';
+import {colours} from './theme.js';
 
 // Categories from the bottom of a bar to its top; a wait is a lower bar; input, a hold and a drop have a pattern.
 const STACK = [
@@ -53,7 +53,7 @@ export function drawBuckets(pen, data, place, lanes, laneHeight, top, scale, cho
   });
 }
 
-// Where a hatch or a dot is.
+// Where a hatch or a dot is, of both drawings.
 const MARKS = {
   input: (x, y) => y % 4 < 1,
   dropped: (x, y) => (x + y) % 6 < 1.5,
@@ -67,7 +67,7 @@ function packed(hex) {
 
 export function drawGradients(pen, data, place, lanes, laneHeight, top, scale) {
   const height = laneHeight - 1;
-  const paths = Object.fromEntries(['input', 'accepted', 'dropped', 'wait', 'reduce', 'held'].map(name => [name, new Path2D()]));
+  const paths = Object.fromEntries(STACK.map(([name]) => [name, new Path2D()]));
   const bar = (name, worker, begin, end, part) => {
     const left = place(data.begin + begin), right = place(data.begin + end);
     if (right > left) {
@@ -89,7 +89,10 @@ export function drawGradients(pen, data, place, lanes, laneHeight, top, scale) {
     }
     waited.set(worker, data.outcome[i] ? data.arrival[i] : data.update[i]);
   }
-  for (const [name, path] of Object.entries(paths)) fill(pen, path, name, scale);
+  for (const [name, path] of Object.entries(paths)) {
+    pen.fillStyle = MARKS[name] ? pattern(pen, name, scale) : colours()[name];
+    pen.fill(path);
+  }
   // Updates are thin lines through all lanes.
   pen.strokeStyle = colours().text;
   pen.globalAlpha = data.update_time.length > 150 ? 0.15 : 0.45;
@@ -109,15 +112,17 @@ export function drawGradients(pen, data, place, lanes, laneHeight, top, scale) {
   });
 }
 
-function fill(pen, path, name, scale) {
-  if (name === 'dropped' || name === 'held' || name === 'input') {
-    pen.fillStyle = pattern(pen, name, scale);
-    // The tile is in pixels of the screen.
-    pen.fillStyle.setTransform(new DOMMatrix().scale(1 / scale));
-  } else {
-    pen.fillStyle = colours()[name];
-  }
-  pen.fill(path);
+// The hatch of a category as a tile, in pixels of the screen.
+function pattern(pen, name, scale) {
+  const size = Math.round(12 * scale), tile = new OffscreenCanvas(size, size), inner = tile.getContext('2d');
+  const hatched = inner.createImageData(size, size), palette = colours();
+  new Uint32Array(hatched.data.buffer).forEach((_, i, pixels) => {
+    pixels[i] = packed(MARKS[name](i % size / scale, Math.floor(i / size) / scale) ? palette.pattern : palette[name]);
+  });
+  inner.putImageData(hatched, 0, 0);
+  const made = pen.createPattern(tile, 'repeat');
+  made.setTransform(new DOMMatrix().scale(1 / scale));
+  return made;
 }
 
 function crosses(pen, colour, laneHeight, places) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The timeline of updates and the heat map of staleness: two canvases with one lane per worker and a common time axis.
 
-import {getBlock, Latest} from './api.js';
+import {getBlock, latest} from './api.js';
 import {element, empty, digits, secs, short, timeTicks, tickSecs} from './format.js';
 import {colours, viridis} from './theme.js';
 import {drawBuckets, drawGradients} from './lanes.js';
@@ -22,7 +22,7 @@ export class Timeline {
     this.slow = new Set();
     this.isStale = false;
     this.chosen = null;
-    this.requests = new Latest(parameters => getBlock('window', parameters));
+    this.request = latest(parameters => getBlock('window', parameters));
     this.live = element('div', {class: 'sr-only', 'aria-live': 'polite'});
     this.details = element('dl', {class: 'details', id: 'details'});
     this.range = element('span', {class: 'range', id: 'range'});
@@ -112,7 +112,7 @@ export class Timeline {
     if (!this.job || this.lanes.clientWidth < LEFT + 100) return null;
     const {begin, end} = this.window;
     const buckets = Math.max(20, Math.floor(this.plot(this.lanes).width / 4));
-    const data = await this.requests.call({job: this.job.id, begin, end, buckets});
+    const data = await this.request({job: this.job.id, begin, end, buckets});
     if (!data) return null;
     data.end = data.begin + data.secs * data.buckets;
     // Gradients of a few pixels would be a blur: then their sums say more.
@@ -125,8 +125,8 @@ export class Timeline {
 
   draw() {
     if (!this.job || !this.lanes.isConnected) return;
-    this.drawLanes();
-    if (this.isStale) this.drawHeat();
+    this.drawOn(this.lanes, (...given) => this.drawLanes(...given));
+    if (this.isStale) this.drawOn(this.heat, (...given) => this.drawCells(...given));
     const {begin, end, low} = this.window;
     this.range.textContent = `${secs(begin - low)} to ${secs(end - low)} (${secs(end - begin)} shown)`;
     const root = this.root;
@@ -138,30 +138,27 @@ export class Timeline {
       : `Bars: shares of ${secs(this.data.secs)}${this.data.exact ? '' : ', interpolated between groups of updates'}. Zoom in to see each gradient.`;
   }
 
-  drawLanes() {
-    const {pen, width, scale} = this.prepare(this.lanes, this.job.workers.length * this.laneHeight + AXIS);
-    const place = this.placing(width);
+  // `drawData(pen, place, width, scale)` draws what is in the lanes.
+  drawOn(canvas, drawData) {
+    const {pen, width, scale} = this.prepare(canvas, this.job.workers.length * this.laneHeight + AXIS);
+    const {begin, length} = this.window;
+    const place = time => LEFT + (time - begin) / length * (width - LEFT - RIGHT);
     this.drawNames(pen, width);
     if (this.data) {
       pen.save();
       pen.beginPath();
       pen.rect(LEFT, AXIS, width - LEFT - RIGHT, this.job.workers.length * this.laneHeight);
       pen.clip();
-      const draw = this.data.detail ? drawGradients : drawBuckets;
-      draw(pen, this.data, place, this.laneOf, this.laneHeight, AXIS, scale, this.chosen);
+      drawData(pen, Object.assign(place, {left: LEFT, width: width - LEFT - RIGHT}), width, scale);
       pen.restore();
     }
     this.drawEvents(pen, place, width);
     this.drawAxis(pen, width, place);
   }
 
-  drawHeat() {
-    const {pen, width} = this.prepare(this.heat, this.job.workers.length * this.laneHeight + AXIS);
-    const place = this.placing(width);
-    this.drawNames(pen, width);
-    if (this.data) this.drawCells(pen, place, width);
-    this.drawEvents(pen, place, width);
-    this.drawAxis(pen, width, place);
+  drawLanes(pen, place, width, scale) {
+    const draw = this.data.detail ? drawGradients : drawBuckets;
+    draw(pen, this.data, place, this.laneOf, this.laneHeight, AXIS, scale, this.chosen);
   }
 
   drawCells(pen, place, width) {
@@ -223,12 +220,6 @@ export class Timeline {
     pen.font = `${Math.min(12, Math.max(9, this.laneHeight - 1))}px Roboto, Helvetica, Arial, sans-serif`;
     pen.textBaseline = 'middle';
     return {pen, width, scale};
-  }
-
-  placing(width) {
-    const {begin, length} = this.window;
-    const place = time => LEFT + (time - begin) / length * (width - LEFT - RIGHT);
-    return Object.assign(place, {left: LEFT, width: width - LEFT - RIGHT});
   }
 
   drawNames(pen, width) {
