@@ -88,8 +88,7 @@ class Timeline:
 
     def total(self) -> Groups:
         """Adds up the whole timeline: one group, or none without any update."""
-        begin = np.zeros(min(1, len(self.updates)), np.int64)
-        return summarize(self.updates, self.contributions, begin, len(self.workers))
+        return summarize(self.updates, self.contributions, len(self.workers))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up consecutive updates: for totals, and for levels of detail on a screen."""
+"""Adds up consecutive updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdist.telemetry.update_log.columns import Columns, Contributions, Float32,
 
 @dataclasses.dataclass(frozen=True)
 class Groups(Columns):
-    """One row for each group of consecutive updates, g of them; columns about gradients have a cell for each worker.
+    """Sums of consecutive updates, in one row (g = 1), or none; columns about gradients have a cell for each worker.
 
     Attributes:
       begin: float64 [g], opening of its first update.
@@ -50,56 +50,37 @@ class Groups(Columns):
     input_secs: Float32
 
 
-def summarize(updates: Updates, contributions: Contributions, starts: np.ndarray, workers: int) -> Groups:
-    """Adds up updates.
-
-    Args:
-      updates: n updates.
-      contributions: their contributions, in the order of the updates.
-      starts: index of the first update of each group, increasing, from 0; without any there is no group.
-      workers: number of workers.
-    """
-    ends = np.append(starts[1:], len(updates))[: len(starts)]
-    return Groups.of(
-        begin=(updates.time - updates.opened)[starts],
-        end=updates.time[ends - 1],
-        updates=ends - starts,
-        examples=np.add.reduceat(updates.examples, starts, dtype=np.int64),
-        wait=np.add.reduceat(updates.wait, starts, dtype=np.float64),
-        reduce_secs=np.add.reduceat(updates.reduce, starts, dtype=np.float64),
-        **_cells(updates, contributions, starts, workers),
-    )
-
-
-def _cells(updates: Updates, contributions: Contributions, starts: np.ndarray, workers: int) -> dict[str, np.ndarray]:
-    """Returns the columns of shape [g, w]."""
-    shape = len(starts), workers
-    per_group = np.add.reduceat(updates.count, starts, dtype=np.int64)
-    cell = np.repeat(np.arange(len(starts), dtype=np.int64) * workers, per_group) + contributions.worker
+def summarize(updates: Updates, contributions: Contributions, workers: int) -> Groups:
+    """Adds up updates, of so many workers, and their contributions; no row without an update."""
+    worker, is_accepted = contributions.worker, contributions.outcome == Outcome.ACCEPTED
     secs = contributions.arrival - contributions.start
-    is_accepted = contributions.outcome == Outcome.ACCEPTED
-    accepted = cell[is_accepted]
     waits = -contributions.arrival - np.repeat(updates.reduce, updates.count)
-    staleness = contributions.staleness[is_accepted]
-    size = shape[0] * shape[1]
+    stale, each = np.where(is_accepted, contributions.staleness, 0), np.ones(len(contributions), bool)
 
-    def total(cells: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        return np.bincount(cells, weights, size).reshape(shape)
+    def total(chosen: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+        return np.bincount(worker[chosen], None if values is None else values[chosen], workers)[None]
 
-    def largest(cells: np.ndarray, values: np.ndarray) -> np.ndarray:
-        result = np.zeros(size, values.dtype)
-        np.maximum.at(result, cells, values)
-        return result.reshape(shape)
+    def largest(values: np.ndarray) -> np.ndarray:
+        result = np.zeros((1, workers), values.dtype)
+        np.maximum.at(result[0], worker, values)
+        return result
 
-    return {
-        "accepted": total(accepted),
-        "dropped": total(cell[contributions.outcome == Outcome.DROPPED]),
-        "lost": total(cell[contributions.outcome == Outcome.LOST]),
-        "compute_secs": total(cell, secs),
-        "compute_max": largest(cell, secs),
-        "wait_secs": total(accepted, waits[is_accepted]),
-        "held_secs": total(cell, contributions.held),
-        "input_secs": total(cell, contributions.input),
-        "staleness_sum": total(accepted, staleness),
-        "staleness_max": largest(accepted, staleness),
-    }
+    whole = Groups.of(
+        begin=(updates.time - updates.opened)[:1],
+        end=updates.time[-1:],
+        updates=[len(updates)],
+        examples=[updates.examples.sum(dtype=np.int64)],
+        wait=[updates.wait.sum(dtype=np.float64)],
+        reduce_secs=[updates.reduce.sum(dtype=np.float64)],
+        accepted=total(is_accepted),
+        dropped=total(contributions.outcome == Outcome.DROPPED),
+        lost=total(contributions.outcome == Outcome.LOST),
+        compute_secs=total(each, secs),
+        compute_max=largest(secs),
+        wait_secs=total(is_accepted, waits),
+        held_secs=total(each, contributions.held),
+        input_secs=total(each, contributions.input),
+        staleness_sum=total(each, stale),
+        staleness_max=largest(stale),
+    )
+    return whole[: len(updates)]

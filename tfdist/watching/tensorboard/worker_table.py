@@ -40,7 +40,7 @@ def table(timeline: Timeline, levels: level_of_detail.Levels, found: Report) -> 
       levels: its sums.
       found: its report.
     """
-    total = levels.total
+    total = timeline.total()
     if not len(total):
         return []
     index = {name: worker for worker, name in enumerate(timeline.workers)}
@@ -48,7 +48,6 @@ def table(timeline: Timeline, levels: level_of_detail.Levels, found: Report) -> 
     rows = []
     for name in found.order:
         worker = index[name]
-        accepted, dropped, lost = (int(getattr(total, n)[0, worker]) for n in ("accepted", "dropped", "lost"))
         step = found.step_secs.get(name)
         parts = (each.get(name) for each in (found.input_secs, found.compute_secs, found.rest_secs))
         read, compute, rest = (each.p50 if each else 0.0 for each in parts)
@@ -59,19 +58,17 @@ def table(timeline: Timeline, levels: level_of_detail.Levels, found: Report) -> 
                 "is_slow": slow is not None and name in slow.names,
                 "cost_secs": found.cost_secs[name],
                 "last": int(last[worker]),
-                "accepted": accepted,
-                "dropped": dropped,
-                "lost": lost,
-                "compute_mean": float(total.compute_secs[0, worker]) / max(1, accepted + dropped + lost),
+                "accepted": int(total.accepted[0, worker]),
+                "dropped": int(total.dropped[0, worker]),
+                "lost": int(total.lost[0, worker]),
                 "compute_p50": step.p50 if step else 0.0,
                 "compute_p95": step.p95 if step else 0.0,
                 "input_p50": read,
                 "computing_p50": compute,
                 "rest_p50": rest,
-                "compute_max": float(total.compute_max[0, worker]),
                 "wait_secs": float(total.wait_secs[0, worker]),
                 "held_secs": float(levels.sums[level_of_detail.CHANNELS.index("held_secs"), worker]),
-                "staleness_mean": float(total.staleness_sum[0, worker]) / max(1, accepted),
+                "staleness_mean": float(total.staleness_sum[0, worker]) / max(1, total.accepted[0, worker]),
                 "staleness_max": int(total.staleness_max[0, worker]),
             }
         )
