@@ -7,10 +7,12 @@ The logs of one job follow each other in time. They make one `Timeline`.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import pathlib
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -23,14 +25,11 @@ from tfdist.telemetry.update_log.writer import HEADER
 
 _DIRECTORY = re.compile(r"updates(_\d+)?")
 _MAX_DEPTH = 6
-# A live writer may finish one segment and begin the next while the directory is read.
-_ATTEMPTS = 3
 _THREADS = 4
 # Clocks of hosts differ: a training has not ended if it makes updates so long after its end.
 _APART_SECS = 1.0
-# The chief writes its log to this directory below the run's.
-_WRITER = re.compile(r"(^|/)(policy|workers/[^/]+)$")
-_LOG = re.compile(r"(^|/)updates(_\d+)?$")
+# A log below its run directory, as `Telemetry` writes it, or one of a program of the user's own.
+_LOG = re.compile(r"(^|/)(policy/)?updates(_\d+)?$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,25 +169,24 @@ def read_logs(directory: str | os.PathLike[str], job: str | None = None) -> Time
 
 def find_logs(directory: str | os.PathLike[str]) -> Iterator[str]:
     """Yields the path of each log below `directory`, "" for itself. Links to directories are not followed."""
-    pending = [("", 0)]
-    while pending:
-        path, depth = pending.pop()
-        try:
-            with os.scandir(pathlib.Path(directory, path)) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        name = pathlib.Path(directory, path).resolve().name
-        if _DIRECTORY.fullmatch(name) and any(each.name == HEADER for each in entries):
-            yield path
-        elif depth < _MAX_DEPTH:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-            pending += [(f"{path}/{each}" if path else each, depth + 1) for each in reversed(names)]
+
+    def check(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for path, folders, files in os.walk(directory, onerror=check):
+        below = pathlib.Path(path).relative_to(directory).parts
+        folders.sort()
+        if HEADER in files and _DIRECTORY.fullmatch(pathlib.Path(path).resolve().name):
+            yield "/".join(below)
+            folders.clear()
+        elif len(below) == _MAX_DEPTH:
+            folders.clear()
 
 
 def run_directory(timeline: Timeline) -> str:
     """Returns the path of a job's run directory, below the log directory; "" for the log directory itself."""
-    return _WRITER.sub("", _LOG.sub("", min(timeline.headers)))
+    return _LOG.sub("", min(timeline.headers))
 
 
 class _Log:
@@ -225,25 +223,10 @@ class _Log:
         if self.header is None:
             try:
                 self.header = Header.from_json((self._directory / HEADER).read_bytes())
-                self._content.pop(HEADER, None)
             except (OSError, ValueError) as error:
                 self._content[HEADER] = error
                 return
-        for _ in range(_ATTEMPTS):
-            self._read_segments(len(self.header.workers))
-            if self._is_gapless():
-                break
-
-    def _read_segments(self, workers: int) -> None:
-        stamps: dict[str, tuple[int, ...]] = {}
-        try:
-            with os.scandir(self._directory) as found:
-                for entry in found:
-                    if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
-                        status = entry.stat()
-                        stamps[entry.name] = status.st_ino, status.st_mtime_ns, status.st_size
-        except FileNotFoundError:
-            pass
+        workers, stamps = len(self.header.workers), self._stamps()
 
         def read(name: str) -> Segment | Exception:
             try:
@@ -252,22 +235,28 @@ class _Log:
                 return error
 
         # One that could not be read may be readable next time.
-        failed = {name for name, each in self._content.items() if isinstance(each, OSError)}
-        new = [name for name in sorted(stamps) if self.stamps.get(name) != stamps[name] or name in failed]
-        self._content = {name: each for name, each in self._content.items() if name in stamps}
+        kept = {
+            name: each
+            for name, each in self._content.items()
+            if name in stamps and self.stamps[name] == stamps[name] and not isinstance(each, OSError)
+        }
+        new = [name for name in stamps if name not in kept]
         # Reading and inflating run without Python's lock.
-        with concurrent.futures.ThreadPoolExecutor(_THREADS if len(new) > 1 else 1) as pool:
-            # The oldest are removed while others are read.
-            self._content |= {
-                name: each
-                for name, each in zip(new, pool.map(read, new), strict=True)
-                if not isinstance(each, FileNotFoundError)
-            }
-        self.stamps = {name: stamp for name, stamp in stamps.items() if name in self._content}
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            found = kept | dict(zip(new, pool.map(read, new), strict=True))
+        # The oldest are removed while others are read.
+        self._content = {name: each for name, each in found.items() if not isinstance(each, FileNotFoundError)}
+        self.stamps = {name: stamps[name] for name in self._content}
 
-    def _is_gapless(self) -> bool:
-        ends = [each.first + len(each.updates) for each in self.segments]
-        return [each.first for each in self.segments[1:]] == ends[:-1]
+    def _stamps(self) -> dict[str, tuple[int, ...]]:
+        stamps = {}
+        # The whole list first: a live writer has filled a segment before it begins the next.
+        for path in sorted(self._directory.glob(f"*{SUFFIX}")):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    stamps[path.name] = status.st_ino, status.st_mtime_ns, status.st_size
+        return stamps
 
 
 def _timelines(logs: Iterable[_Log]) -> tuple[Timeline, ...]:
