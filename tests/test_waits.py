@@ -70,7 +70,7 @@ ENDED_BY = {
     "serving/embedded.py:_follow_notices": "ended.wait",
     "serving/task.py:_await_chief": "LOST_SECS",
     "strategies/_multi_worker_cluster.py:leave_at_exit.leave": "agreement.lost()",
-    "telemetry/session.py:EventWriters._run": "self._ended",
+    "telemetry/event_files.py:EventWriters._run": "self._ended",
     "transport/mpi.py:Mpi._blame": "deadline",
     "transport/mpi.py:Mpi._wait_for": "self._check()",
     "transport/mpi.py:_ending_if_alone.watch": "timeout_secs",

@@ -180,7 +180,7 @@ def test_times_of_gradients_are_percentiles() -> None:
         lost = Contribution(2, 9.0, 10.0, Outcome.LOST, 1, 0.0, held=0.0)
         recorder.record(dataclasses.replace(update([0], [1]), contributions=(dropped, lost, accepted), time=11.0))
         if number == 50:
-            assert recorder.take().times[0].step.count == 51
+            assert recorder.take().times[0]["step"].count == 51
     report = recorder.report()
     assert report.step_secs.keys() == {"worker:0", "worker:1"} | {"worker:2"}
     assert report.step_secs["worker:0"].count == 100

@@ -75,11 +75,6 @@ class Histogram:
         """Returns the upper limit and the count of each bucket that has values, in order."""
         return [(_GAMMA**bucket, count) for bucket, count in sorted(self._buckets.items())]
 
-    @property
-    def squares(self) -> float:
-        """Sum of the squares of the values, within twice the error."""
-        return sum(count * _middle(bucket) ** 2 for bucket, count in self._buckets.items())
-
 
 def add_rows(histograms: Sequence[Histogram], owners: np.ndarray, values: np.ndarray) -> None:
     """Adds each value to the histogram of this index; a few calls of NumPy for all of them."""

@@ -115,33 +115,6 @@ def slow_workers(times: Mapping[str, Interval], late: Mapping[str, Interval], st
     return None
 
 
-class Times:
-    """Histograms of one worker's gradients.
-
-    Attributes:
-      step: from the start of a gradient's computation to its arrival.
-      input: the part of it in which the worker waited for its batch, where that is measured.
-      compute: the other part.
-      wait: from the arrival of an accepted gradient to that of the last one that the update needs.
-      rest: from the end of the last all-reduce to the start, where that is measured.
-      own: all that the worker takes itself: rest and step.
-      late: from the first arrival of the same step to its own, where that is measured and the update has waited.
-      held: how long it was held back before the start.
-    """
-
-    KINDS = ("step", "input", "compute", "wait", "rest", "own", "late", "held")
-    __slots__ = KINDS
-
-    def __init__(self) -> None:
-        for kind in self.KINDS:
-            setattr(self, kind, Histogram())
-
-    def merge(self, other: Times) -> None:
-        """Adds what another one has counted."""
-        for kind in self.KINDS:
-            getattr(self, kind).merge(getattr(other, kind))
-
-
 class Tally:
     """Adds up updates: all counts and times that a `Report`, the page and TensorBoard have are made here.
 
@@ -155,7 +128,15 @@ class Tally:
       wait_secs, spread_secs: sums over the updates; the spread is from the first to the last accepted gradient.
       held_secs, delay_secs, cost_secs: float64 [workers], see `Report`.
       reduce: the all-reduces.
-      times: of each worker whose gradients were timed, by its index.
+      times: histograms of each worker whose gradients were timed, by its index and what they are of:
+        step: from the start of a gradient's computation to its arrival;
+        input: the part of it in which the worker waited for its batch, where that is measured;
+        compute: the other part;
+        wait: from the arrival of an accepted gradient to that of the last one that the update needs;
+        rest: from the end of the last all-reduce to the start, where that is measured;
+        own: all that the worker takes itself: rest and step;
+        late: from the first arrival of the same step to its own, where that is measured and the update has waited;
+        held: how long it was held back before the start.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -165,7 +146,9 @@ class Tally:
         self.wait_secs = self.spread_secs = 0.0
         self.held_secs, self.delay_secs, self.cost_secs = np.zeros((3, num_workers))
         self.reduce = Histogram()
-        self.times: dict[int, Times] = {}
+        self.times: collections.defaultdict[int, collections.defaultdict[str, Histogram]] = collections.defaultdict(
+            lambda: collections.defaultdict(Histogram)
+        )
 
     def add(self, updates: Updates, rows: Contributions) -> None:
         """Adds consecutive updates; a gradient whose `start` is NaN was not timed, and counts."""
@@ -211,10 +194,9 @@ class Tally:
         worker = rows.worker.astype(np.int64)
         present = np.flatnonzero(np.bincount(worker))
         place = np.searchsorted(present, worker)
-        all_of_them = [self.times.setdefault(each, Times()) for each in present.tolist()]
         owners = [(place * len(values) + index)[chosen] for index, (chosen, _) in enumerate(values.values())]
         secs = [each[chosen] for chosen, each in values.values()]
-        histograms = [getattr(each, kind) for each in all_of_them for kind in values]
+        histograms = [self.times[each][kind] for each in present.tolist() for kind in values]
         add_rows(histograms, np.concatenate(owners), np.concatenate(secs))
 
     def _add_costs(self, update: np.ndarray, rows: Contributions) -> None:
@@ -243,7 +225,8 @@ class Tally:
         self.staleness.update(other.staleness)
         self.reduce.merge(other.reduce)
         for worker, times in other.times.items():
-            self.times.setdefault(worker, Times()).merge(times)
+            for kind, each in times.items():
+                self.times[worker][kind].merge(each)
 
     def report(self, names: Sequence[str]) -> Report:
         """Returns the sums as a `Report`; its bytes are 0."""
@@ -283,18 +266,18 @@ def newest(updates: Updates, contributions: Contributions, most: int) -> tuple[U
     return updates[first:], contributions[int(offsets[first]) :]
 
 
-def _columns(times: Mapping[str, Times]) -> dict[str, Any]:
+def _columns(times: Mapping[str, Mapping[str, Histogram]]) -> dict[str, Any]:
     """Returns the fields of a `Report` with the times of each worker."""
     fields = {"step_secs": "step", "input_secs": "input", "compute_secs": "compute", "rest_secs": "rest"}
     fields |= {"wait": "wait", "held": "held"}
     found: dict[str, Any] = {
-        field: {name: percentiles_of(getattr(each, kind)) for name, each in times.items()}
-        for field, kind in fields.items()
+        field: {name: percentiles_of(each[kind]) for name, each in times.items()} for field, kind in fields.items()
     }
-    secs = max((each.own.total + each.wait.total for each in times.values()), default=0.0)
+    secs = max((each["own"].total + each["wait"].total for each in times.values()), default=0.0)
     for kind, bound in (("own", math.inf), ("late", secs)):
-        values = {name: getattr(each, kind) for name, each in times.items()}
-        found[f"{kind}_secs"] = {name: Interval.of_median(each, bound) for name, each in values.items() if each.count}
+        found[f"{kind}_secs"] = {
+            name: Interval.of_median(each[kind], bound) for name, each in times.items() if each[kind].count
+        }
     return found
 
 
