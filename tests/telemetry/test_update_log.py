@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from tfdist import _files
 from tfdist.policies import Contribution
 from tfdist.telemetry.update_log import EventKind, Header, LogReader, LogWriter, Timeline, read_logs, records
-from tfdist.telemetry.update_log.columns import Contributions, Events, Scalars, Updates
+from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Scalars, Updates
 from tfdist.telemetry.update_log.segments import FULL, Segment
-from tfdist.telemetry.update_log.summary import Groups
 
 
 def write(directory: pathlib.Path, rows: Sequence[records.UpdateRecord], every: int = 0, **options) -> str:

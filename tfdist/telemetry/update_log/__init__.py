@@ -6,10 +6,9 @@ docs/update_log.md describes the files.
 """
 
 from tfdist.policies.records import Contribution, Outcome
-from tfdist.telemetry.update_log.columns import Contributions, Events, Scalars, Updates
+from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Scalars, Updates
 from tfdist.telemetry.update_log.reader import LogReader, Reading, Skipped, Timeline, read_logs, run_directory
 from tfdist.telemetry.update_log.records import EventKind, Header, UpdateRecord
-from tfdist.telemetry.update_log.summary import Groups
 from tfdist.telemetry.update_log.writer import LogWriter
 
 __all__ = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of an update log as dataclasses of NumPy arrays: updates, contributions and events."""
+"""The columns of an update log as dataclasses of NumPy arrays, and their sums."""
 
 from __future__ import annotations
 
@@ -157,6 +157,45 @@ class Scalars(Columns):
     scalar_step: Int64
     scalar_name: Text
     scalar_value: Float64
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups(Columns):
+    """Sums of consecutive updates, in one row (g = 1), or none; columns about gradients have a cell for each worker.
+
+    Attributes:
+      begin: float64 [g], opening of its first update.
+      end: float64 [g], time of its last update.
+      updates: int64 [g], number of updates.
+      examples: int64 [g], number of examples.
+      wait: float64 [g], sum of the updates' `wait`.
+      reduce_secs: float64 [g], sum of the updates' `reduce`.
+      accepted, dropped, lost: int32 [g, w], numbers of gradients.
+      compute_secs: float32 [g, w], sum of arrival - start.
+      compute_max: float32 [g, w], maximum of arrival - start.
+      wait_secs: float32 [g, w], sum over accepted gradients of the update's time - its `reduce` - arrival.
+      held_secs: float32 [g, w], sum of `held`.
+      staleness_sum: int32 [g, w], over the accepted gradients.
+      staleness_max: int32 [g, w], over the accepted gradients.
+      input_secs: float32 [g, w], sum of `input`.
+    """
+
+    begin: Float64
+    end: Float64
+    updates: Int64
+    examples: Int64
+    wait: Float64
+    reduce_secs: Float64
+    accepted: Int32
+    dropped: Int32
+    lost: Int32
+    compute_secs: Float32
+    compute_max: Float32
+    wait_secs: Float32
+    held_secs: Float32
+    staleness_sum: Int32
+    staleness_max: Int32
+    input_secs: Float32
 
 
 def of_records(records: Sequence[UpdateRecord]) -> tuple[Updates, Contributions]:

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tfdist.telemetry.update_log.columns import Contributions, Events, Scalars, Updates
+from tfdist.policies.records import Outcome
+from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Scalars, Updates
 from tfdist.telemetry.update_log.records import EventKind, Header
 from tfdist.telemetry.update_log.segments import SUFFIX, Segment
-from tfdist.telemetry.update_log.summary import Groups, summarize
 from tfdist.telemetry.update_log.writer import HEADER
 
 _DIRECTORY = re.compile(r"updates(_\d+)?")
@@ -87,7 +87,38 @@ class Timeline:
 
     def total(self) -> Groups:
         """Adds up the whole timeline: one group, or none without any update."""
-        return summarize(self.updates, self.contributions, len(self.workers))
+        updates, rows, workers = self.updates, self.contributions, len(self.workers)
+        is_accepted, secs = rows.outcome == Outcome.ACCEPTED, rows.arrival - rows.start
+        waits = np.where(is_accepted, -rows.arrival - np.repeat(updates.reduce, updates.count), 0)
+        stale = np.where(is_accepted, rows.staleness, 0)
+
+        def total(values: np.ndarray) -> np.ndarray:
+            return np.bincount(rows.worker, values, workers)[None]
+
+        def largest(values: np.ndarray) -> np.ndarray:
+            result = np.zeros((1, workers), values.dtype)
+            np.maximum.at(result[0], rows.worker, values)
+            return result
+
+        whole = Groups.of(
+            begin=(updates.time - updates.opened)[:1],
+            end=updates.time[-1:],
+            updates=[len(updates)],
+            examples=[updates.examples.sum(dtype=np.int64)],
+            wait=[updates.wait.sum(dtype=np.float64)],
+            reduce_secs=[updates.reduce.sum(dtype=np.float64)],
+            accepted=total(is_accepted),
+            dropped=total(rows.outcome == Outcome.DROPPED),
+            lost=total(rows.outcome == Outcome.LOST),
+            compute_secs=total(secs),
+            compute_max=largest(secs),
+            wait_secs=total(waits),
+            held_secs=total(rows.held),
+            input_secs=total(rows.input),
+            staleness_sum=total(stale),
+            staleness_max=largest(stale),
+        )
+        return whole[: len(updates)]
 
 
 @dataclasses.dataclass(frozen=True)
