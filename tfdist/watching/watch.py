@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import io
 import os
 import pathlib
@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import flags
@@ -64,7 +64,8 @@ def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
             raise LaunchError(watched.missing)
         console.print(watched.draw(None))
         return 0
-    with on_signals((signal.SIGTERM, signal.SIGHUP), _end), contextlib.suppress(BrokenPipeError):
+    # An exception, so that the terminal is restored.
+    with on_signals((signal.SIGTERM, signal.SIGHUP), lambda signum: sys.exit(128 + signum)):
         _follow(watched, console, values.refresh_secs)
     return 0
 
@@ -166,34 +167,29 @@ class Watched:
         title = Text(plain(self._name(self.job)), "bold")
         title.append(plain(f"  {self.job.header.strategy}  {', '.join(self.job.header.policies)}".rstrip()), "default")
         title.append(f"  (+{others} other run{'s' * (others > 1)}: --run)" if others else "", "dim")
-        updates, rows = window(self.job, self._window_secs)
-        found = report.of_log(updates, rows, self.job.workers)
+        recent = _window(self.job, self._window_secs)
+        found = report.of_log(recent.updates, recent.contributions, recent.workers)
         words = Text(plain(found.in_words), "bold yellow" if found.slow else "bold")
         events = [] if height is not None and height < 2 * _OTHER_LINES else _event_lines(self.job)
         space = None if height is None else max(1, height - _OTHER_LINES - len(events) - len(problems))
-        progress = Text(_progress(self.job, updates), "green" if self.job.ended == "finished" else "")
-        return Group(title, words, progress, *_table(self.job, updates, rows, found, space), *events, *problems)
+        progress = Text(plain(_progress(recent)), "green" if self.job.ended == "finished" else "")
+        return Group(title, words, progress, *_table(recent, found, space), *events, *problems)
 
 
-def window(job: Timeline, secs: float) -> tuple[Any, Any]:
-    """Returns the updates of the last seconds before a job's last update, and their gradients."""
-    updates, moments = job.updates, np.maximum.accumulate(job.updates.time)
-    if not len(updates):
-        return updates, job.contributions
-    first = min(int(np.searchsorted(moments, moments[-1] - secs)), len(updates) - 1)
-    return report.newest(updates[first:], job.contributions[int(updates.offsets[first]) :], _MOST_GRADIENTS)
+def _window(job: Timeline, secs: float) -> Timeline:
+    """Returns the last seconds before a job's last update, with all events."""
+    updates, rows = job.updates, job.contributions
+    if len(updates):
+        moments = np.maximum.accumulate(updates.time)
+        first = min(int(np.searchsorted(moments, moments[-1] - secs)), len(updates) - 1)
+        rows = rows[int(updates.offsets[first]) :]
+        updates, rows = report.newest(updates[first:], rows, _MOST_GRADIENTS)
+    return dataclasses.replace(job, updates=updates, contributions=rows)
 
 
-def states(job: Timeline, updates: Any, rows: Any, found: report.Report) -> dict[str, str]:
-    """Returns "lost", "late 12 s", "absent" before the first gradient, or "", by worker.
-
-    Args:
-      job: the job.
-      updates: its newest updates.
-      rows: their gradients.
-      found: their report.
-    """
-    end = float(job.updates.time.max(initial=0.0))
+def _states(job: Timeline, found: report.Report) -> dict[str, str]:
+    """Returns "lost", "late 12 s", "absent" before the first gradient, or "", by worker."""
+    updates, rows = job.updates, job.contributions
     last = np.full(len(job.workers), -np.inf)
     arrived = rows.outcome != Outcome.LOST
     np.maximum.at(last, rows.worker[arrived], (np.repeat(updates.time, updates.count) + rows.arrival)[arrived])
@@ -202,7 +198,7 @@ def states(job: Timeline, updates: Any, rows: Any, found: report.Report) -> dict
         mine = job.events[job.events.event_worker == worker]
         mine = mine[np.isin(mine.event_kind, (EventKind.LOST, EventKind.RETURNED))]
         is_lost = len(mine) and mine.event_kind[-1] == EventKind.LOST and mine.event_time[-1] >= last[worker]
-        step, silent = found.step_secs.get(name), end - last[worker]
+        step, silent = found.step_secs.get(name), job.span[1] - last[worker]
         usual = max(_LATE_SECS, _LATE_FACTOR * step.p95 if step else 0.0)
         is_late = not job.ended and len(updates) and silent > usual
         absent = "absent" if last[worker] == -np.inf else f"late {duration(silent)}"
@@ -210,38 +206,33 @@ def states(job: Timeline, updates: Any, rows: Any, found: report.Report) -> dict
     return texts
 
 
-def _span(updates: Any) -> tuple[float, float]:
-    return (float(updates.time[0] - updates.opened[0]), float(updates.time.max())) if len(updates) else (0.0, 0.0)
-
-
-def _progress(job: Timeline, updates: Any) -> str:
+def _progress(job: Timeline) -> str:
+    updates, (begin, end) = job.updates, job.span
     if not len(updates):
         return "no update yet"
-    begin, end = _span(updates)
     secs, examples = max(end - begin, 1e-9), int(updates.examples.sum())
     rates = [f"{len(updates) / secs:.3g} updates/s"] + ([f"{examples / secs:,.0f} examples/s"] if examples else [])
     waiting = f"waiting for gradients {min(1.0, float(updates.wait.sum()) / secs):.0%} of the last {duration(secs)}"
-    ago = duration(max(0.0, time.time() - job.origin_secs - job.span[1]))
+    ago = duration(max(0.0, time.time() - job.origin_secs - end))
     ended = "simulated" if job.header.simulated else f"{job.ended or 'last update'} {ago} ago"
     warmup = "warmup, " if updates.phase[-1] else ""
-    return plain(f"{warmup}step {int(updates.step[-1]):,}, {', '.join(rates)}, {waiting}; {ended}")
+    return f"{warmup}step {int(updates.step[-1]):,}, {', '.join(rates)}, {waiting}; {ended}"
 
 
-def _table(job: Timeline, updates: Any, rows: Any, found: report.Report, most: int | None) -> list[RenderableType]:
+def _table(job: Timeline, found: report.Report, most: int | None) -> list[RenderableType]:
     """Returns the report's table of at most so many workers, the slow ones first, and a line about all others."""
     from rich.table import Table
     from rich.text import Text
 
-    names, state = found.order, states(job, updates, rows, found)
     # A lost worker is why a run stands still.
-    names.sort(key=lambda name: state[name] != "lost")
+    state, (begin, end) = _states(job, found), job.span
+    names = sorted(found.order, key=lambda name: state[name] != "lost")
     shown = names if most is None or len(names) <= most else names[: most - 1]
     header, *cells_of = found.worker_rows(shown)
     titles = [each for each in header if each not in _LEFT_OUT]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
     for title in ("worker", "state", "gradients/s", *titles):
         table.add_column(title, justify="left" if title in ("worker", "state") else "right")
-    begin, end = _span(updates)
     slow = found.slow.names if found.slow else ()
     for name, row in zip(shown, cells_of, strict=True):
         rate = f"{(found.accepted[name] + found.dropped[name]) / max(end - begin, 1e-9):.3g}"
@@ -277,8 +268,3 @@ def duration(secs: float) -> str:
         if secs >= 2 * size:
             return f"{secs / size:.{int(secs < 10 * size)}f} {unit}"
     return f"{secs:.{int(secs < 10)}f} s"
-
-
-def _end(signum: int) -> None:
-    """Turns a signal into an exception, so that the terminal is restored."""
-    raise SystemExit(128 + signum)
