@@ -7,6 +7,7 @@ the update log. No TensorFlow.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import threading
@@ -172,12 +173,8 @@ class Recorder:
 
 def _rows(update: Update) -> Sequence[Contribution]:
     """Returns the gradients of an update, of which some are known by their outcome alone."""
-    known = [(each.replica, each.outcome) for each in update.contributions]
-    found = list(update.contributions)
-    for replicas, outcome in ((update.contributors, Outcome.ACCEPTED), (update.dropped, Outcome.DROPPED)):
-        for replica in replicas:
-            if (replica, outcome) in known:
-                known.remove((replica, outcome))
-            else:
-                found.append(Contribution(replica, math.nan, math.nan, outcome))
-    return found
+    missing = collections.Counter((replica, Outcome.ACCEPTED) for replica in update.contributors)
+    missing.update((replica, Outcome.DROPPED) for replica in update.dropped)
+    missing.subtract((each.replica, each.outcome) for each in update.contributions)
+    unknown = [Contribution(replica, math.nan, math.nan, outcome) for replica, outcome in missing.elements()]
+    return [*update.contributions, *unknown]
