@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -111,3 +114,15 @@ def _train(
         input=np.zeros(len(held)),
     )
     return columns, gradients
+
+
+def unpacked(block: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns header and arrays of a block that the page's plugin has packed."""
+    (length,) = struct.unpack_from("<I", block)
+    header = json.loads(block[4 : 4 + length])
+    place, arrays = 4 + length, {}
+    for each in header["arrays"]:
+        size = int(np.prod(each["shape"], dtype=np.int64))
+        arrays[each["name"]] = np.frombuffer(block, f"<{each['kind']}4", size, place).reshape(each["shape"])
+        place += 4 * size
+    return header, arrays

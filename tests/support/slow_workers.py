@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfdist
 from tfdist.telemetry import update_log
 from tfdist.telemetry.report import Report
-from tfdist.watching.tensorboard import level_of_detail, worker_table
+from tfdist.watching.tensorboard import plugin
 
 # The first ones, whose input was read beforehand, are not slow; of fewer steps they would be too large a part.
 STEPS = 64
@@ -46,10 +46,9 @@ def check(strategy: Any, directory: pathlib.Path, index: int, kind: str) -> None
         return
     timeline = update_log.read_logs(directory)
     assert timeline.num_updates == STEPS
-    page = worker_table.report_of(timeline)
-    assert page.in_words == found.in_words
-    rows = [row["name"] for row in worker_table.table(timeline, level_of_detail.Levels(timeline), page)]
-    assert rows == found.order
+    page = plugin.RecordedJob(timeline)
+    assert page.report.in_words == found.in_words
+    assert [row["name"] for row in page.table] == found.order
 
 
 def _trained(strategy: Any, directory: pathlib.Path, index: int, kind: str) -> Report:

@@ -21,7 +21,7 @@ import tfdist
 from tfdist.policies import Contribution, Outcome, Update
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.update_log import EventKind, read_logs
-from tfdist.watching.tensorboard import worker_table
+from tfdist.watching.tensorboard import plugin
 
 pytestmark = pytest.mark.devices
 X = np.random.default_rng(0).random((64, 4), np.float32)
@@ -200,7 +200,7 @@ def test_replica_with_a_slow_input_is_named_in_all_views(cpus: list[str], tmp_pa
     compiled(strategy).fit(data, steps_per_epoch=1000, verbose=0, callbacks=[tfdist.callbacks.Telemetry(tmp_path)])
     report, timeline = strategy.report(), read_logs(tmp_path)
     assert "of its time is input" in report.in_words and report.in_words.startswith("worker:1 is ")
-    assert worker_table.report_of(timeline).in_words == report.in_words
+    assert plugin.RecordedJob(timeline).report.in_words == report.in_words
     assert timeline.total().dropped[0].tolist() == list(report.dropped.values())
 
 

@@ -26,7 +26,7 @@ from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Interval, Report, with_usage
 from tfdist.telemetry.update_log import Contributions, Header, LogWriter, Updates, read_logs
 from tfdist.watching import watch
-from tfdist.watching.tensorboard import level_of_detail, worker_table
+from tfdist.watching.tensorboard import plugin
 
 REPLICAS = 4
 NAMES = [f"worker:{replica}" for replica in range(REPLICAS)]
@@ -349,22 +349,22 @@ def test_report_watch_and_page_agree_to_the_digit(tmp_path: pathlib.Path) -> Non
     recorder.record_steps(*steps(noisy(3, 300, [1.0, 5.0, 1.2])))
     log.close()
     report, timeline = recorder.report(), read_logs(tmp_path)
-    of_log = worker_table.report_of(timeline)
+    job = plugin.RecordedJob(timeline)
+    of_log = job.report
     times = [f"{name}_secs" for name in ("step", "input", "compute", "rest", "own", "late", "reduce")]
     for field in ("accepted", "wait", *times):
         one, other = (getattr(found, field) for found in (report, of_log))
         assert repr(one) == repr(other) or _rounded(one) == _rounded(other), field
     assert report.in_words == of_log.in_words
     assert report.in_words.startswith("worker:1 is ") and report.in_words.endswith("50 % of its time is input")
-    page = worker_table.table(timeline, level_of_detail.Levels(timeline), of_log)
     watched = watch.Watched(str(tmp_path), None, 3600.0)
     watched.read()
     console = Console(file=io.StringIO(), width=100, color_system=None)
     console.print(watched.draw(None))
     lines = console.file.getvalue().splitlines()
     assert lines[1] == report.in_words
-    assert [row["name"] for row in page] == [each.split()[0] for each in lines[4:]] == report.order
-    for row in page:
+    assert [row["name"] for row in job.table] == [each.split()[0] for each in lines[4:]] == report.order
+    for row in job.table:
         step = report.step_secs[row["name"]]
         assert (row["compute_p50"], row["compute_p95"]) == (step.p50, step.p95)
         assert row["input_p50"] == report.input_secs[row["name"]].p50

@@ -20,7 +20,7 @@ import tfdist
 from tfdist.step.step_times import StepClock
 from tfdist.telemetry.report import Report
 from tfdist.telemetry.update_log import Contributions, Updates, read_logs
-from tfdist.watching.tensorboard import worker_table
+from tfdist.watching.tensorboard import plugin
 
 X = np.random.default_rng(0).random((8, 4), np.float32)
 Y = X.sum(1, keepdims=True)
@@ -140,11 +140,10 @@ def test_slow_replica_is_named_by_report_and_page(
     assert report.slow is not None and report.slow.names == ("worker:1",)
     assert report.in_words.endswith("of its time is computing")
     assert report.wait["worker:0"].p50 > 0.03 > report.wait["worker:1"].p50
-    timeline = read_logs(tmp_path)
-    page = worker_table.report_of(timeline)
-    assert page.in_words == report.in_words
-    assert page.order[0] == "worker:1"
-    assert worker_table.lanes(timeline, page) == [1, 0]
+    page = plugin.RecordedJob(read_logs(tmp_path))
+    assert page.report.in_words == report.in_words
+    assert page.report.order[0] == "worker:1"
+    assert page.lanes == [1, 0]
 
 
 @pytest.mark.devices

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from tfdist.telemetry.update_log import Outcome, read_logs
-from tfdist.watching.tensorboard import plugin
 
 pytestmark = [
     pytest.mark.slow,
@@ -209,7 +208,7 @@ def test_zoom_to_single_gradients_and_click_on_a_lane_show_the_log(page, server,
     job = page.value("document.querySelector('#job').value")
     address = f"{server}/data/plugin/tfdist/window?job={job}&begin={low!r}&end={high!r}&buckets=10"
     with urllib.request.urlopen(address, timeout=60) as answer:
-        header, arrays = plugin.unpacked(answer.read())
+        header, arrays = cluster_log.unpacked(answer.read())
     channel = header["channels"].index("accepted")
     assert arrays["cells"][channel, :, 3].sum() == (outcomes == Outcome.ACCEPTED).sum()
     # The pointer over a gradient: what it did, and for how long.

@@ -20,7 +20,7 @@ from werkzeug import exceptions, routing, test, wrappers
 
 from tfdist.planning import replay
 from tfdist.telemetry.update_log import Outcome, Timeline, read_logs
-from tfdist.watching.tensorboard import level_of_detail, plugin, worker_table
+from tfdist.watching.tensorboard import level_of_detail, plugin
 
 HOSTILE = ("<img src=x onerror=alert(1)>", "..%2f..%2fetc", "x" * 200, "Ünïcödé ☃ 訓練", "a'b\"c&d")
 
@@ -54,7 +54,7 @@ class Site:
         answer = self.client.get("/window", query_string=parameters)
         assert answer.status_code == 200, answer.text
         assert answer.content_type == "application/octet-stream"
-        return plugin.unpacked(answer.data)
+        return cluster_log.unpacked(answer.data)
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +146,9 @@ def test_delays_are_those_of_the_last_gradient_of_each_update(timeline):
         order = np.argsort(rows.arrival)
         delay[rows.worker[order[-1]].item()] += (rows.arrival[order[-1]] - rows.arrival[order[-2]]).item()
         last[rows.worker[order[-1]].item()] += 1
-    rows = worker_table.table(timeline, level_of_detail.Levels(timeline), worker_table.report_of(timeline))
+    job = plugin.RecordedJob(timeline)
+    rows, report = job.table, job.report
     assert {row["worker"]: row["last"] for row in rows} == last
-    report = worker_table.report_of(timeline)
     assert report.delay_secs == pytest.approx({f"worker:{worker}": secs for worker, secs in delay.items()}, rel=1e-4)
     # The first number of the table is that by which its rows are sorted, behind the slow ones.
     costs = [row["cost_secs"] for row in rows if not row["is_slow"]]

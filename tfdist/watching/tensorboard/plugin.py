@@ -21,10 +21,11 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from tfdist.planning import replay
+from tfdist.policies.records import Outcome
 from tfdist.telemetry import report
 from tfdist.telemetry.update_log import LogReader, Skipped, Timeline, run_directory
 from tfdist.telemetry.update_log.reader import find_logs
-from tfdist.watching.tensorboard import level_of_detail, worker_table
+from tfdist.watching.tensorboard import level_of_detail
 
 _POINTS = 1000
 _MAX_SERIES = 500
@@ -48,6 +49,10 @@ def series_of(timeline: Timeline) -> dict[str, Any]:
 # The disk is looked at again after so many seconds, and after ten times as long as the last look took.
 _REREAD_SECS = 5.0
 _LOOK_SECS = 10.0
+# Times are those of so many gradients at most, the newest.
+_NEWEST = 1_000_000
+# More lanes than these don't fit a glance: then the costliest are first, else they are in the order of names.
+_MOST_BY_NAME = 12
 
 
 class RecordedJob:
@@ -71,13 +76,55 @@ class RecordedJob:
 
     @functools.cached_property
     def report(self) -> report.Report:
-        """Returns what `Report` says of the newest updates."""
-        return worker_table.report_of(self.timeline)
+        """What `Report` says of the newest updates."""
+        newest = report.newest(self.timeline.updates, self.timeline.contributions, _NEWEST)
+        return report.of_log(*newest, self.timeline.workers)
+
+    @property
+    def lanes(self) -> list[int]:
+        """The workers in the order of their lanes: the slow ones first."""
+        workers, slow = self.timeline.workers, self.report.slow.names if self.report.slow else ()
+        names = self.report.order if len(workers) > _MOST_BY_NAME else workers
+        index = {name: worker for worker, name in enumerate(workers)}
+        return [index[name] for name in sorted(names, key=lambda name: name not in slow)]
 
     @functools.cached_property
     def table(self) -> list[dict[str, Any]]:
-        """Rows of the table of workers."""
-        return worker_table.table(self.timeline, self.levels, self.report)
+        """A row for each worker, in the order of `Report.order`."""
+        found = self.report
+        if not found.updates:
+            return []
+        index = {name: worker for worker, name in enumerate(self.timeline.workers)}
+        last, slow = _last(self.timeline), found.slow
+        total, held = self.timeline.total(), self.levels.sums[level_of_detail.CHANNELS.index("held_secs")]
+        rows = []
+        for name in found.order:
+            worker = index[name]
+            step = found.step_secs.get(name)
+            parts = (each.get(name) for each in (found.input_secs, found.compute_secs, found.rest_secs))
+            read, compute, rest = (each.p50 if each else 0.0 for each in parts)
+            rows.append(
+                {
+                    "worker": worker,
+                    "name": name,
+                    "is_slow": slow is not None and name in slow.names,
+                    "cost_secs": found.cost_secs[name],
+                    "last": int(last[worker]),
+                    "accepted": int(total.accepted[0, worker]),
+                    "dropped": int(total.dropped[0, worker]),
+                    "lost": int(total.lost[0, worker]),
+                    "compute_p50": step.p50 if step else 0.0,
+                    "compute_p95": step.p95 if step else 0.0,
+                    "input_p50": read,
+                    "computing_p50": compute,
+                    "rest_p50": rest,
+                    "wait_secs": float(total.wait_secs[0, worker]),
+                    "held_secs": float(held[worker]),
+                    "staleness_mean": float(total.staleness_sum[0, worker]) / max(1, total.accepted[0, worker]),
+                    "staleness_max": int(total.staleness_max[0, worker]),
+                }
+            )
+        return rows
 
     @functools.cached_property
     def advice(self) -> dict[str, Any]:
@@ -121,6 +168,21 @@ class RecordedJob:
             "end": end,
             "ended": timeline.ended,
         }
+
+
+def _last(timeline: Timeline) -> np.ndarray:
+    """Returns the number of updates in which each worker's gradient was the last one."""
+    rows, counts = timeline.contributions, timeline.updates.count
+    begins = timeline.updates.offsets[:-1][counts > 0]
+    if not len(begins):
+        return np.zeros(len(timeline.workers), np.int64)
+    arrival = np.where(rows.outcome == Outcome.ACCEPTED, rows.arrival, -np.inf)
+    latest = np.maximum.reduceat(arrival, begins)
+    update = np.repeat(np.arange(len(begins)), counts[counts > 0])
+    candidates = np.flatnonzero((arrival == latest[update]) & np.isfinite(arrival))
+    # Of gradients that arrived at the same time one is the last.
+    position = candidates[np.append(np.diff(update[candidates]) > 0, [True] * min(1, len(candidates)))]
+    return np.bincount(rows.worker[position], minlength=len(timeline.workers))
 
 
 class Jobs:
@@ -222,7 +284,7 @@ def workers(job: RecordedJob) -> dict[str, Any]:
     staleness = np.bincount(rows.staleness[rows.outcome == 0])
     return {
         "rows": job.table,
-        "lanes": worker_table.lanes(job.timeline, job.report),
+        "lanes": job.lanes,
         "in_words": job.report.in_words,
         # Sums of each channel over the whole training: what is zero needs no legend.
         "sums": dict(zip(level_of_detail.CHANNELS, job.levels.sums.sum(axis=1).tolist(), strict=True)),
@@ -299,18 +361,6 @@ def packed(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
     text += b" " * (-len(text) % 4)
     parts = [np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes() for array in arrays.values()]
     return b"".join([struct.pack("<I", len(text)), text, *parts])
-
-
-def unpacked(block: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns the inverse of `packed`."""
-    (length,) = struct.unpack_from("<I", block)
-    header = json.loads(block[4 : 4 + length])
-    place, arrays = 4 + length, {}
-    for each in header["arrays"]:
-        size = int(np.prod(each["shape"], dtype=np.int64))
-        arrays[each["name"]] = np.frombuffer(block, f"<{each['kind']}4", size, place).reshape(each["shape"])
-        place += 4 * size
-    return header, arrays
 
 
 _STATIC = pathlib.Path(__file__).parent / "static"
