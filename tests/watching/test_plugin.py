@@ -224,12 +224,6 @@ def test_page_says_what_it_sees_in_empty_damaged_and_unfinished_directories(tmp_
     assert Site(tmp_path).json("/jobs")["num_skipped"] == 1
 
 
-def test_two_jobs_in_one_directory_are_two_trainings(tmp_path):
-    for number, job in enumerate(("first", "second")):
-        cluster_log.write(tmp_path / "run" / "updates", 2, 5, job=job, origin_secs=1.7e9 + 1e5 * number)
-    assert [job["job"] for job in Site(tmp_path).json("/jobs")["jobs"]] == ["second", "first"]
-
-
 def test_advice_of_the_page_is_that_of_the_replay(tmp_path):
     cluster_log.write(tmp_path / "updates", workers=4, updates=400, slow=4.0)
     site = Site(tmp_path)

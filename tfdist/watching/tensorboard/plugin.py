@@ -76,13 +76,13 @@ class RecordedJob:
 
     @functools.cached_property
     def report(self) -> report.Report:
-        """What `Report` says of the newest updates."""
+        """Report of the newest updates."""
         newest = report.newest(self.timeline.updates, self.timeline.contributions, _NEWEST)
         return report.of_log(*newest, self.timeline.workers)
 
     @property
     def lanes(self) -> list[int]:
-        """The workers in the order of their lanes: the slow ones first."""
+        """Workers in the order of their lanes: the slow ones first."""
         workers, slow = self.timeline.workers, self.report.slow.names if self.report.slow else ()
         names = self.report.order if len(workers) > _MOST_BY_NAME else workers
         index = {name: worker for worker, name in enumerate(workers)}
@@ -90,7 +90,7 @@ class RecordedJob:
 
     @functools.cached_property
     def table(self) -> list[dict[str, Any]]:
-        """A row for each worker, in the order of `Report.order`."""
+        """Table with a row for each worker, in the order of `Report.order`."""
         found = self.report
         if not found.updates:
             return []
