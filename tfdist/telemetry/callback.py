@@ -93,7 +93,9 @@ class Telemetry(keras.callbacks.Callback):
         self._close()
         self._last, self._batches, self._evaluated_secs, self._evaluated_for = None, 0, 0.0, None
         self._collect()
-        self._batch_size, self._accumulated = _batch_size(self.model), _accumulated(self.model)
+        self._batch_size = _batch_size(self.model)
+        # Batches in one update.
+        self._accumulated = getattr(self.model.optimizer, "gradient_accumulation_steps", None) or 1
         own = strategy.distribution.replicas
         if own is None or 0 in own:
             self._session = Session(strategy, self._directory, self._max_contributions, self._batch_size)
@@ -105,7 +107,7 @@ class Telemetry(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Reads `optimizer.iterations`; within the epoch updates are counted without reading it."""
         # On every worker, because reading the variable may be a collective operation.
-        self._iterations_before = _iterations(self.model)
+        self._iterations_before = int(keras.ops.convert_to_numpy(getattr(self.model.optimizer, "iterations", 0)))
         self._batches_before, self._last_batch = self._batches, -1
         self._collect()
         self._updates_before = self._recorder.updates
@@ -479,12 +481,3 @@ def _batch_size(model: keras.Model) -> int:
     fit = EpochIterator.of(model)
     size = fit.batch_size if fit is not None else None
     return int(size) if isinstance(size, int) else 0
-
-
-def _iterations(model: Any) -> int:
-    return int(keras.ops.convert_to_numpy(getattr(model.optimizer, "iterations", 0)))
-
-
-def _accumulated(model: Any) -> int:
-    """Returns the number of batches in one update."""
-    return getattr(model.optimizer, "gradient_accumulation_steps", None) or 1
