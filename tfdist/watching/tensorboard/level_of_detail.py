@@ -8,6 +8,7 @@ update to the last, between some thousand of them. Wide windows are interpolated
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,20 +36,15 @@ _MAX_PARTS = 8192
 _MAX_CELLS = 4_000_000
 
 
-@dataclasses.dataclass(frozen=True)
-class Buckets:
+class Buckets(NamedTuple):
     """Sums of a window.
 
     Attributes:
-      begin: time of the first bucket's begin.
-      secs: length of a bucket.
       cells: float32 [len(CHANNELS), buckets, workers].
       totals: float32 [len(UPDATE_CHANNELS), buckets].
       is_exact: False if they were interpolated.
     """
 
-    begin: float
-    secs: float
     cells: np.ndarray
     totals: np.ndarray
     is_exact: bool
@@ -86,8 +82,7 @@ class Levels:
             if is_exact
             else (_differences(self._edges, each, edges) for each in (self._cells, self._totals))
         )
-        secs = (end - begin) / buckets
-        return Buckets(begin, secs, cells.astype(np.float32), totals.astype(np.float32), is_exact)
+        return Buckets(cells.astype(np.float32), totals.astype(np.float32), is_exact)
 
     def rows(self, begin: float, end: float) -> tuple[int, int]:
         """Returns the range of the updates with a gradient that was alive between two times."""

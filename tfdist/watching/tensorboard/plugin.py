@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import pathlib
 import struct
 import threading
@@ -186,42 +187,39 @@ def _last(timeline: Timeline) -> np.ndarray:
 
 
 class Jobs:
-    """All jobs below a directory. Any thread may call it.
+    """All jobs below a log directory. Any thread may call it."""
 
-    Args:
-      directory: the log directory.
-      clock: seconds, for the intervals between two readings.
-    """
-
-    def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, directory: str) -> None:
         self._directory = directory
         self._reader = LogReader(directory)
-        self._clock = clock
         self._lock = threading.Lock()
         self._next_read = -1e9
         self._jobs: dict[str, RecordedJob] = {}
         self._skipped: tuple[Skipped, ...] = ()
-        self._looking: threading.Thread | None = None
         self._next_look = -1e9
         self.has_logs = False
 
     def look(self) -> bool:
         """Returns True if there is a log, as far as is known; looks for one in the background, now and then."""
-        if not self.has_logs and self._clock() >= self._next_look and not (self._looking and self._looking.is_alive()):
-            self._next_look = self._clock() + _LOOK_SECS
-            self._looking = threading.Thread(target=self._look, name="tfdist plugin", daemon=True)
-            self._looking.start()
+        if not self.has_logs and time.monotonic() >= self._next_look:
+            self._next_look = math.inf
+            looking = threading.Thread(target=self._look, name="tfdist plugin", daemon=True)
+            looking.start()
             # Enough for a local directory, so that the tab is there at once.
-            self._looking.join(0.2)
+            looking.join(0.2)
         return self.has_logs
 
     def all(self) -> tuple[list[RecordedJob], tuple[Skipped, ...]]:
         """Returns the jobs, the newest first, and the files that were skipped."""
         with self._lock:
-            if self._clock() >= self._next_read:
-                began = self._clock()
-                self._read()
-                ended = self._clock()
+            if time.monotonic() >= self._next_read:
+                began = time.monotonic()
+                reading = self._reader.read()
+                self._skipped = reading.skipped
+                if reading.is_new:
+                    self._jobs = {job.id: job for job in map(RecordedJob, reversed(reading.timelines))}
+                self.has_logs = bool(self._jobs or self._skipped)
+                ended = time.monotonic()
                 self._next_read = ended + max(_REREAD_SECS, 10 * (ended - began))
             return list(self._jobs.values()), self._skipped
 
@@ -230,15 +228,6 @@ class Jobs:
         if not self._jobs:
             self.all()
         return self._jobs.get(job_id)
-
-    def _read(self) -> None:
-        reading = self._reader.read()
-        self._skipped = reading.skipped
-        if reading.is_new:
-            kept = {id(job.timeline): job for job in self._jobs.values()}
-            jobs = [kept.get(id(timeline)) or RecordedJob(timeline) for timeline in reversed(reading.timelines)]
-            self._jobs = {job.id: job for job in jobs}
-        self.has_logs = bool(self._jobs or self._skipped)
 
     def _look(self) -> None:
         try:
@@ -250,6 +239,8 @@ class Jobs:
         except OSError:
             # The directory may come later.
             pass
+        finally:
+            self._next_look = time.monotonic() + _LOOK_SECS
 
 
 # Answers of the data routes, as JSON values or as one binary block of arrays with a JSON header.
@@ -309,8 +300,8 @@ def window(job: RecordedJob, begin: float, end: float, buckets: int) -> bytes:
     buckets = max(1, min(buckets, _MAX_BUCKETS, _MAX_CELLS // len(job.timeline.workers)))
     found = job.levels.window(begin, end, buckets)
     header = {
-        "begin": found.begin,
-        "secs": found.secs,
+        "begin": begin,
+        "secs": (end - begin) / buckets,
         "buckets": buckets,
         "workers": len(job.timeline.workers),
         "exact": found.is_exact,
