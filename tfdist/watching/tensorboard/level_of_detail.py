@@ -16,7 +16,7 @@ from tfdist.policies.records import Outcome
 from tfdist.telemetry.update_log import Timeline
 
 # Seconds of computation by fate of the gradient, idle seconds, and counts.
-CHANNELS = (
+CHANNELS: tuple[str, ...] = (
     "accepted_secs",
     "dropped_secs",
     "lost_secs",
