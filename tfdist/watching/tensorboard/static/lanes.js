@@ -65,29 +65,30 @@ function packed(hex) {
   return (0xff000000 | (value & 0xff) << 16 | (value & 0xff00) | value >> 16) >>> 0;
 }
 
+// What the workers did with each gradient: its index, the category, begin, end and height of a bar.
+export function* bars(data) {
+  const waited = new Map();
+  for (let i = 0; i < data.worker.length; i++) {
+    const worker = data.worker[i], isAccepted = !data.outcome[i], start = data.start[i], arrival = data.arrival[i];
+    const read = Math.min(start + data.input[i], arrival), summing = Math.max(data.update[i] - data.reduce[i], arrival);
+    yield [i, 'held', Math.max(start - data.held[i], waited.get(worker) ?? -Infinity), start, 0.5];
+    yield [i, 'input', start, read, 0.8];
+    yield [i, isAccepted ? 'accepted' : 'dropped', read, arrival, 1];
+    if (isAccepted) {
+      yield [i, 'wait', arrival, summing, 0.5];
+      yield [i, 'reduce', summing, data.update[i], 0.25];
+    }
+    waited.set(worker, isAccepted ? data.update[i] : arrival);
+  }
+}
+
 export function drawGradients(pen, data, place, lanes, laneHeight, top, scale) {
   const height = laneHeight - 1;
   const paths = Object.fromEntries(STACK.map(([name]) => [name, new Path2D()]));
-  const bar = (name, worker, begin, end, part) => {
-    const left = place(data.begin + begin), right = place(data.begin + end);
-    if (right > left) {
-      const size = height * part;
-      paths[name].rect(left, top + lanes[worker] * laneHeight + (height - size) / 2, Math.max(0.6, right - left - 0.4), size);
-    }
-  };
-  const waited = new Map();
-  for (let i = 0; i < data.worker.length; i++) {
-    const worker = data.worker[i], idle = waited.get(worker) ?? -Infinity;
-    bar('held', worker, Math.max(data.start[i] - data.held[i], idle), data.start[i], 0.5);
-    const read = Math.min(data.start[i] + data.input[i], data.arrival[i]);
-    const summing = Math.max(data.update[i] - data.reduce[i], data.arrival[i]);
-    bar('input', worker, data.start[i], read, 0.8);
-    bar(data.outcome[i] ? 'dropped' : 'accepted', worker, read, data.arrival[i], 1);
-    if (!data.outcome[i]) {
-      bar('wait', worker, data.arrival[i], summing, 0.5);
-      bar('reduce', worker, summing, data.update[i], 0.25);
-    }
-    waited.set(worker, data.outcome[i] ? data.arrival[i] : data.update[i]);
+  for (const [i, name, begin, end, part] of bars(data)) {
+    const left = place(data.begin + begin), right = place(data.begin + end), size = height * part;
+    if (right <= left) continue;
+    paths[name].rect(left, top + lanes[data.worker[i]] * laneHeight + (height - size) / 2, Math.max(0.6, right - left - 0.4), size);
   }
   for (const [name, path] of Object.entries(paths)) {
     pen.fillStyle = MARKS[name] ? pattern(pen, name, scale) : colours()[name];

@@ -4,11 +4,12 @@
 import {getBlock, latest} from './api.js';
 import {element, empty, digits, secs, short, timeTicks, tickSecs} from './format.js';
 import {colours, viridis} from './theme.js';
-import {drawBuckets, drawGradients} from './lanes.js';
+import {bars, drawBuckets, drawGradients} from './lanes.js';
 import {fitting, labels, legend, rows, KINDS} from './timeline_texts.js';
 
 const LEFT = 132, RIGHT = 12, AXIS = 38;
 const OUTCOMES = ['accepted', 'late and dropped', 'lost'];
+const DOING = {held: 'held back', wait: 'waiting for the update', reduce: 'waiting for the update'};
 
 export class Timeline {
   constructor(timeWindow) {
@@ -367,24 +368,15 @@ export class Timeline {
 
   gradientAt(worker, time) {
     const {data} = this, at = time - data.begin;
-    for (let i = 0; i < data.worker.length; i++) {
-      if (data.worker[i] !== worker) continue;
-      const until = data.outcome[i] ? data.arrival[i] : Math.max(data.update[i], data.arrival[i]);
-      if (at < data.start[i] - data.held[i] || at > until) continue;
-      const doing = at < data.start[i] ? 'held back' : at <= data.arrival[i] ? 'computing' : 'waiting for the update';
-      if (doing === 'held back' && this.isWaiting(worker, at)) continue;
+    for (const [i, name, begin, end] of bars(data)) {
+      if (data.worker[i] !== worker || at < begin || at >= end) continue;
       return [
-        ['doing', doing], ['gradient', OUTCOMES[data.outcome[i]]], ['update', data.step[i]],
+        ['doing', DOING[name] ?? 'computing'], ['gradient', OUTCOMES[data.outcome[i]]], ['update', data.step[i]],
         ['computed for', secs(data.arrival[i] - data.start[i])],
-        ['waited for the update', data.outcome[i] ? '-' : secs(until - data.arrival[i])],
+        ['waited for the update', data.outcome[i] ? '-' : secs(Math.max(0, data.update[i] - data.arrival[i]))],
         ['staleness', data.staleness[i]], ['weight', digits(data.weight[i])], ['held back before', secs(data.held[i])],
       ];
     }
     return [['doing', 'idle, or not in the log']];
-  }
-
-  isWaiting(worker, at) {
-    const {data} = this;
-    return data.worker.some((each, i) => each === worker && !data.outcome[i] && at >= data.arrival[i] && at <= data.update[i]);
   }
 }
