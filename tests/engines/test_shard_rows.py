@@ -151,12 +151,6 @@ def test_a_keras_variable_looks_up_its_rows() -> None:
     np.testing.assert_allclose(take(variable, sparse, axis=0), keras.ops.take(keras.Variable(one), sparse, axis=0))
 
 
-def test_a_large_array_of_a_file_is_read_for_a_whole_variable() -> None:
-    one = keras.Variable(np.zeros_like(VALUE))
-    one.assign(sharding.StoredArray(VALUE))
-    np.testing.assert_array_equal(one.numpy(), VALUE)
-
-
 @pytest.mark.parametrize("weights", [None, [0.5, 2.0, 1.0]], ids=["plain", "weighted"])
 def test_sparse_lookups_combine_rows(weights: list[float] | None) -> None:
     table, one = made()

@@ -11,22 +11,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
 import secrets
 import shutil
 import socket
+import struct
 import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, Any
 
 import keras
@@ -37,7 +35,6 @@ from tfdist import _files, _log
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, fit, models, optimizers, sharding
 from tfdist.compat.keras.optimizers import optimizers_of
-from tfdist.compat.tensorflow import variables
 from tfdist.passes import progress
 from tfdist.policies.saved_state import SavedState
 from tfdist.step import one_replica
@@ -45,76 +42,44 @@ from tfdist.step import one_replica
 # Files of NumPy arrays (`.npz`), of which those of tables are written and read a block of rows at a time.
 
 
-@dataclasses.dataclass(frozen=True)
-class RowBlocks:
-    """An array that is read by rows, because this process has no room for it.
-
-    Attributes:
-      shape: of the whole.
-      dtype: of the elements.
-      blocks: yields blocks of consecutive rows, all of which together are the array.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    blocks: Callable[[], Iterator[np.ndarray]]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Reads all of it."""
-        del copy  # A copy each time.
-        whole, first = np.empty(self.shape, self.dtype), 0
-        for block in self.blocks():
-            whole[first : first + len(block)] = block
-            first += len(block)
-        return whole.astype(dtype or self.dtype, copy=False)
-
-
-def write(file: IO[bytes], arrays: Sequence[np.ndarray | RowBlocks]) -> None:
+def write(file: IO[bytes], arrays: Sequence[np.ndarray | sharding.TableRows]) -> None:
     """Writes what `np.savez` would write of the arrays by their numbers, which `np.load` reads."""
     with zipfile.ZipFile(file, "w") as archive:
         for index, array in enumerate(arrays):
             with archive.open(f"{index}.npy", "w", force_zip64=True) as member:
-                if isinstance(array, RowBlocks):
+                if isinstance(array, sharding.TableRows):
                     descr = np.lib.format.dtype_to_descr(array.dtype)
-                    header = {"descr": descr, "fortran_order": False, "shape": tuple(array.shape)}
+                    header = {"descr": descr, "fortran_order": False, "shape": array.shape}
                     np.lib.format.write_array_header_1_0(member, header)
-                    for block in array.blocks():
-                        member.write(np.ascontiguousarray(block).view(np.uint8).data)
+                    for first, last in sharding.row_blocks(array.shape, array.dtype.itemsize):
+                        member.write(np.ascontiguousarray(array[first:last]).view(np.uint8).data)
                 else:
                     np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
 
-def read(path: pathlib.Path, count: int, by_rows: Collection[int]) -> tuple[np.ndarray | RowBlocks, ...]:
-    """Reads arrays 0 to count - 1; those with a number in `by_rows` are looked through, and read when needed.
+def read(path: pathlib.Path, count: int, by_rows: Collection[int]) -> tuple[np.ndarray, ...]:
+    """Reads arrays 0 to count - 1; those with a number in `by_rows` are looked through, and mapped from the file.
 
     Raises:
       ValueError: or another error that damaged files raise.
     """
     with np.load(path, allow_pickle=False) as arrays:
-        return tuple(_rows(path, index) if index in by_rows else arrays[str(index)] for index in range(count))
+        return tuple(_mapped(path, f"{i}.npy") if i in by_rows else arrays[str(i)] for i in range(count))
 
 
-def _rows(path: pathlib.Path, index: int) -> RowBlocks:
-    with zipfile.ZipFile(path) as archive, archive.open(f"{index}.npy") as member:
-        shape, dtype = _header(member)
+def _mapped(path: pathlib.Path, name: str) -> np.memmap:
+    with zipfile.ZipFile(path) as archive, archive.open(name) as member:
         # To the end, where the check sum is compared.
         while member.read(1 << 20):
             pass
-
-    def blocks() -> Iterator[np.ndarray]:
-        with zipfile.ZipFile(path) as archive, archive.open(f"{index}.npy") as member:
-            _header(member)
-            for first, last in sharding.row_blocks(shape, dtype.itemsize):
-                size = (last - first) * math.prod(shape[1:]) * dtype.itemsize
-                yield np.frombuffer(member.read(size), dtype).reshape(last - first, *shape[1:])
-
-    return RowBlocks(shape, dtype, blocks)
-
-
-def _header(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    np.lib.format.read_magic(member)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-    return shape, dtype
+        begin = archive.getinfo(name).header_offset
+    with path.open("rb") as file:
+        # Nothing is compressed: the array's own header follows 30 bytes, a name and an extra field of these lengths.
+        file.seek(begin + 26)
+        file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        return np.memmap(file, dtype, "r", file.tell(), shape)
 
 
 _NAME = re.compile(r"step-(\d{10,})")
@@ -122,7 +87,7 @@ _WRITING = ".writing-"
 _UNREADABLE = "unreadable-"
 _OLD = ".old-"
 _STATE, _VARIABLES = "state.json", "variables.npz"
-_LOCK, _OWNER = ".lock", ".owner.json"
+_OWNER = ".owner.json"
 # Time between two beats of the training that has the directory, and without a beat after which it has ended.
 _BEAT_SECS, _SILENT_SECS = 1.0, 5.0
 # Errors that reading a damaged file raises, without those of a file system that is temporarily unavailable.
@@ -141,15 +106,14 @@ class Checkpoint:
 
     step: int
     state: dict[str, Any]
-    arrays: tuple[np.ndarray | RowBlocks, ...]
+    arrays: tuple[np.ndarray | sharding.TableRows, ...]
 
 
 class CheckpointDirectory:
     """The checkpoints of one training. One process writes, any process may read.
 
-    Two jobs with one directory would continue from each other's checkpoints, and remove them. So a training locks a
-    file while it writes. Some network file systems have no locks, or locks of one machine. So the training also writes
-    a file that names it, again and again, until it ends: a lock that the dead do not keep.
+    Two jobs with one directory would continue from each other's checkpoints, and remove them. So a training has a file
+    there that names it, and touches it until it ends: a lock that the dead do not keep, on any file system.
 
     Args:
       path: the directory; created by the first `save`.
@@ -161,7 +125,6 @@ class CheckpointDirectory:
         self._path = pathlib.Path(path)
         self._max_to_keep = max_to_keep
         self._say = say
-        self._lock: IO[bytes] | None = None
         self._owner = {"host": socket.gethostname(), "process": os.getpid(), "job": secrets.token_hex(8)}
         self._released = threading.Event()
         self._beating: threading.Thread | None = None
@@ -175,21 +138,13 @@ class CheckpointDirectory:
         """
         self.release()
         self._path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self._path / _LOCK).open("ab")
         before, until = self._read_owner(), time.monotonic() + _SILENT_SECS
-        while True:
-            is_locked, owner = _lock(self._lock), self._read_owner()
-            is_over = time.monotonic() > until
-            if is_locked and (is_over or _is_gone(owner)):
-                break
-            if is_over or (owner is not None and before is not None and owner != before):
-                self.release()
-                whose = f"process {owner['process']} on {owner['host']}" if owner else "whose name is not known"
+        while not _is_gone(owner := self._read_owner()) and time.monotonic() < until:
+            if owner != before:
                 raise RuntimeError(
-                    f"Resume(directory): another training writes to it, {whose}; end that one, or give this one "
-                    f"another directory. Received: directory={str(self._path)!r}"
+                    f"Resume(directory): another training writes to it, process {owner['process']} on {owner['host']}; "
+                    f"end that one, or give this one another directory. Received: directory={str(self._path)!r}"
                 )
-            before = owner
             time.sleep(_BEAT_SECS / 5)
         self._released.clear()
         _files.write(self._path / _OWNER, json.dumps(self._owner))
@@ -204,10 +159,6 @@ class CheckpointDirectory:
             if self._is_owner():
                 (self._path / _OWNER).unlink(missing_ok=True)
             self._beating = None
-        if self._lock is not None:
-            # Closing unlocks it.
-            self._lock.close()
-            self._lock = None
 
     def _beat(self) -> None:
         while not self._released.wait(_BEAT_SECS) and self._is_owner():
@@ -229,13 +180,13 @@ class CheckpointDirectory:
         """Writes a checkpoint; replaces one of the same step.
 
         Raises:
-          RuntimeError: another training has the directory by now, since this one was stopped for a while.
+          RuntimeError: another training has the directory by now.
           OSError: the directory can't be written. The checkpoints before are whole.
         """
         if not self._is_owner():
             raise RuntimeError(
-                "Resume(directory): this training was stopped for so long that another one has the directory; end one "
-                f"of the two. Received: directory={str(self._path)!r}"
+                "Resume(directory): another one has the directory, since this training was stopped for a while, or has "
+                f"begun at the same time; end one of the two. Received: directory={str(self._path)!r}"
             )
         try:
             self._save(checkpoint)
@@ -261,7 +212,7 @@ class CheckpointDirectory:
             write(file, checkpoint.arrays)
             os.fsync(file.fileno())
         with (unfinished / _STATE).open("w", encoding="utf-8") as file:
-            by_rows = [index for index, array in enumerate(checkpoint.arrays) if isinstance(array, RowBlocks)]
+            by_rows = [index for index, array in enumerate(checkpoint.arrays) if isinstance(array, sharding.TableRows)]
             counts = {"step": checkpoint.step, "arrays": len(checkpoint.arrays), "by_rows": by_rows}
             json.dump({**counts, "state": checkpoint.state}, file)
             file.flush()
@@ -302,16 +253,6 @@ class CheckpointDirectory:
         found |= {path.name: path for path in self._path.iterdir()}
         steps = {int(match[1]): path for name, path in found.items() if (match := _NAME.fullmatch(name))}
         return [steps[step] for step in sorted(steps, reverse=True)]
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Returns False if a process has locked the file. A fork of this process has no such lock, unlike with `flock`."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # With any other error the file system has no locks.
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
-    return True
 
 
 def _is_gone(owner: Mapping[str, Any] | None) -> bool:
@@ -403,50 +344,22 @@ def to_array(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable.value))
 
 
-def to_save(variable: Any) -> np.ndarray | RowBlocks:
+def to_save(variable: Any) -> np.ndarray | sharding.TableRows:
     """Returns the variable's value; that of a table in shards is read from its servers as it is written."""
-    table = _in_shards(variable)
-    if table is None:
-        return to_array(variable)
-    shape, dtype = tuple(table.shape), np.dtype(table.dtype.as_numpy_dtype)
-    return RowBlocks(
-        shape, dtype, lambda: (table.read_rows(*each) for each in sharding.row_blocks(shape, dtype.itemsize))
-    )
+    table = sharding.in_shards(variable)
+    return to_array(variable) if table is None else sharding.TableRows(table)
 
 
-def assign(
-    model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray | RowBlocks], agreement: Any
-) -> None:
+def assign(model: keras.Model, variables: Sequence[Any], arrays: Sequence[np.ndarray], agreement: Any) -> None:
     """Assigns `arrays` to the variables, on all workers; the chief broadcasts its values."""
     with model.distribute_strategy.scope():
         if agreement is None or agreement.is_chief:
             for variable, array in zip(variables, arrays, strict=True):
-                _assign(variable, array)
+                # NumPy reads a dtype that it doesn't know, such as bfloat16, as raw bytes.
+                is_raw = array.dtype.kind == "V"
+                variable.assign(array.view(tf.as_dtype(variable.dtype).as_numpy_dtype) if is_raw else array)
         if agreement is not None:
             model.distribute_strategy.distribution.broadcast(variables)
-
-
-def _assign(variable: Any, array: np.ndarray | RowBlocks) -> None:
-    table = _in_shards(variable)
-    if table is not None and isinstance(array, RowBlocks):
-        first = 0
-        for block in array.blocks():
-            table.write_rows(first, _as_kind(block, table.dtype.as_numpy_dtype))
-            first += len(block)
-    else:
-        whole = np.asarray(array)
-        variable.assign(_as_kind(whole, to_array(variable).dtype) if whole.dtype.kind == "V" else whole)
-
-
-def _as_kind(array: np.ndarray, kind: Any) -> np.ndarray:
-    # NumPy reads a dtype that it doesn't know, such as bfloat16, as raw bytes.
-    return array.view(kind) if array.dtype.kind == "V" else array
-
-
-def _in_shards(variable: Any) -> Any:
-    """Returns the TensorFlow variable if it is in shards, else None."""
-    found = variables.tf_variable(variable)
-    return found if hasattr(found, "read_rows") else None
 
 
 def count_of(metric: Any, is_ahead: bool) -> np.ndarray:

@@ -19,7 +19,7 @@ from tensorflow.python.checkpoint import functional_saver, tensor_callable
 from tensorflow.python.training.saving import saveable_object_util
 
 from tfdist.compat import patching
-from tfdist.compat.keras import optimizers, saving
+from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import variables
 
 NEEDS = (
@@ -66,6 +66,21 @@ _PHILOX = 1
 # Shards above this size are drawn in parts.
 LARGE_BYTES = 64 << 20
 _lock = threading.RLock()
+
+
+class TableRows:
+    """The rows of a variable in shards as an array, of which slices are read from the servers.
+
+    Args:
+      table: the TensorFlow variable.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.shape, self.dtype = tuple(table.shape), np.dtype(table.dtype.as_numpy_dtype)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self._table.read_rows(rows.start, rows.stop)
 
 
 class InShards:
@@ -297,37 +312,8 @@ def _looked_up(table: Any, indices: Any) -> Any:
 #
 # There is no public way: Keras turns each variable into an array before it writes it, and reads each array whole. It
 # makes the file in memory where there seems to be enough. The files are the same as those of a model without shards: a
-# data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large array for
-# any other variable is read when it is assigned.
-
-
-class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """A data set of a file, which is read when it is needed as an array: by arithmetic, or any attribute of one."""
-
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
-        self.shape = tuple(stored.shape)
-        self.dtype = stored.dtype
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Reads all of it."""
-        del copy  # A copy each time.
-        return np.array(self._stored, dtype)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        arrays = [np.array(each) if isinstance(each, StoredArray) else each for each in inputs]
-        return getattr(ufunc, method)(*arrays, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(np.array(self), name)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        return self._stored[rows]
+# data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large matrix
+# stays a data set of the file until it is assigned, to any variable.
 
 
 def save_in_shards() -> None:
@@ -335,7 +321,7 @@ def save_in_shards() -> None:
     patching.once(saving_lib.H5IOStore, "__setitem__", _saving)
     patching.once(saving_lib.H5IOStore, "__getitem__", _reading)
     patching.once(saving_lib, "is_memory_sufficient", _on_disk)
-    saving.before_saves(_save_slots_in_blocks)
+    patching.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots)
 
 
 def _saving(original: Any) -> Any:
@@ -346,10 +332,10 @@ def _saving(original: Any) -> Any:
         # An empty array makes the group of the layer, as Keras does.
         original(store, key, np.zeros([0], np.float32))
         del store[key]
-        shape, dtype = tuple(rows.shape), rows.dtype.as_numpy_dtype
-        stored = store._h5_entry_group.create_dataset(key, shape=shape, dtype=dtype)
-        for first, last in row_blocks(shape, np.dtype(dtype).itemsize):
-            stored[first:last] = rows.read_rows(first, last)
+        table = TableRows(rows)
+        stored = store._h5_entry_group.create_dataset(key, shape=table.shape, dtype=table.dtype)
+        for first, last in row_blocks(table.shape, table.dtype.itemsize):
+            stored[first:last] = table[first:last]
         return None
 
     return put
@@ -360,12 +346,9 @@ _PLAIN = (np.float16, np.float32, np.float64)
 
 def _reading(original: Any) -> Any:
     def get(store: Any, key: str) -> Any:
-        if key in store:
-            found = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key)
-            is_large = hasattr(found, "nbytes") and found.nbytes > BLOCK_BYTES and found.ndim == 2
-            if is_large and "dtype" not in found.attrs:
-                return StoredArray(found)
-        return original(store, key)
+        found = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key) if key in store else None
+        is_large = found is not None and found.ndim == 2 and found.nbytes > BLOCK_BYTES
+        return found if is_large and "dtype" not in found.attrs else original(store, key)
 
     return get
 
@@ -378,10 +361,10 @@ def _on_disk(original: Any) -> Any:
 
 
 def _assign(variable: Any, value: Any) -> Any:
-    if not isinstance(value, StoredArray) or tuple(variable.shape) != value.shape:
-        return type(variable).assign(variable, np.array(value) if isinstance(value, StoredArray) else value)
+    if not isinstance(value, saving_lib.h5py.Dataset | np.memmap) or tuple(variable.shape) != value.shape:
+        return type(variable).assign(variable, value)
     rows = variables.tf_variable(variable)
-    for first, last in row_blocks(value.shape, np.dtype(value.dtype).itemsize):
+    for first, last in row_blocks(value.shape, value.dtype.itemsize):
         rows.write_rows(first, value[first:last])
     return value
 
@@ -396,16 +379,16 @@ def _export(variable: Any, object_map: Any, tensor_map: Any, options: Any, **kwa
     return resources
 
 
-def _save_slots_in_blocks(model: Any) -> None:
-    for optimizer in optimizers.parts_of(model.optimizer) if getattr(model, "optimizer", None) else ():
-        if any(in_shards(variable) is not None for variable in optimizer.variables):
-            patching.put_method(optimizer, "save_own_variables", _save_slots)
+def _saving_slots(original: Any) -> Any:
+    def save(optimizer: Any, store: Any) -> None:
+        if all(in_shards(variable) is None for variable in optimizer.variables):
+            return original(optimizer, store)
+        # As Keras does, but without an array of each.
+        for index, variable in enumerate(optimizer.variables):
+            store[str(index)] = variable
+        return None
 
-
-def _save_slots(optimizer: Any, store: Any) -> None:
-    # As Keras does, but without an array of each.
-    for index, variable in enumerate(optimizer.variables):
-        store[str(index)] = variable
+    return save
 
 
 # Saves and restores a variable in slices, each of which is read from the checkpoint when the one before is written.
