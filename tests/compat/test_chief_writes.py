@@ -3,26 +3,12 @@
 
 from __future__ import annotations
 
-import keras
 import pytest
 import tensorflow as tf
 
 from tfdist.compat.keras import saving
 
 pytestmark = pytest.mark.devices
-
-
-def test_keras_still_writes_through_what_is_wrapped():
-    assert saving.check_writers() == []
-
-
-def test_a_keras_that_writes_otherwise_is_refused_by_name(monkeypatch):
-    monkeypatch.delattr(keras.callbacks.BackupAndRestore, "_save_model")
-    monkeypatch.setattr(keras.callbacks.TensorBoard, "set_model", lambda self, net: None)
-    problems = saving.check_writers()
-    assert problems == ["BackupAndRestore._save_model is gone", "TensorBoard.set_model takes ('self', 'net')"]
-    with pytest.raises(RuntimeError, match=r"BackupAndRestore\._save_model is gone"):
-        saving.write_by_chief()
 
 
 def test_a_directory_is_published_at_a_remote_path_and_over_another(tmp_path):

@@ -232,7 +232,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         saving.write_by_chief()
         saving.share_checkpoints(str(cluster.task))
         if not agreement.is_chief:
-            saving.wait_for_files(str(cluster.task), str(agreement.tasks[0]))
+            saving.wait_for_files(str(cluster.task))
         _multi_worker_cluster.tell_others_of_errors(agreement)
         escape = stalls.InterruptEscape(agreement.waited_for, on_interrupt=_multi_worker_cluster.end_soon_after_exit)
         escape.install()

@@ -9,10 +9,9 @@ chief, as in a temporary directory of its own, keeps its file there. With `verbo
 chief shows a progress bar: all workers have the same logs.
 
 There is no public way: callbacks and models write by functions that none of them takes as an argument. So the functions
-in `_WRITERS` are replaced, for good; `Telemetry` listens to their saves, too. `export` is replaced on each model, and
-the methods in `_WRAPPED_ON_CALLBACKS` on each callback when Keras makes its list of callbacks. Any model but those of a
-`MultiWorkerMirroredStrategy` on several workers is saved by stock Keras. `check_writers` compares the installed Keras
-with the functions that are wrapped.
+in `_WRITERS` are replaced, for good; `Telemetry` listens to their saves, too. Methods of callbacks are replaced on each
+one when Keras makes its list of callbacks. Any model but those of a `MultiWorkerMirroredStrategy` on several workers is
+saved by stock Keras.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ import contextlib
 import contextvars
 import fcntl
 import functools
-import inspect
+import operator
 import os
 import pathlib
 import re
 import shutil
 import tempfile
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
@@ -68,48 +65,14 @@ _WRITERS = (
     (saving_lib, "save_model", "model.save"),
     (saving_lib, "save_weights_only", "model.save_weights"),
     (legacy_h5_format, "save_model_to_hdf5", "model.save"),
-)
-
-_BACKUP_PATHS = (
-    "backup_dir",
-    "_weights_path",
-    "_training_metadata_path",
-    "_prev_weights_path",
-    "_prev_training_metadata_path",
+    (keras.Model, "export", "model.export"),
 )
 
 
 def write_by_chief() -> None:
-    """Wraps what Keras writes files with, once per process.
-
-    Raises:
-      RuntimeError: this version of Keras is not the one that this module knows.
-    """
-    problems = check_writers()
-    if problems:
-        raise RuntimeError(
-            "MultiWorkerMirroredStrategy does not know how this version of Keras writes files; use another version. "
-            f"Received: keras {keras.__version__}: {'; '.join(problems)}"
-        )
+    """Wraps what Keras writes files with, once per process."""
     _wrap_writers()
-    layers.after_making(_export_together)
     calls.before_callbacks(_prepare)
-
-
-def check_writers() -> list[str]:
-    """Returns the differences between the installed Keras and the methods wrapped here; empty if there are none."""
-    problems = []
-    writers = ((owner, name, ("model", "filepath")) for owner, name, _ in _WRITERS)
-    on_callbacks = ((owner, name, parameters) for owner, name, _, parameters in _WRAPPED_ON_CALLBACKS)
-    for owner, name, parameters in (*writers, (keras.Model, "export", ("self", "filepath")), *on_callbacks):
-        found = getattr(owner, name, None)
-        if found is None:
-            problems.append(f"{owner.__name__}.{name} is gone")
-        elif tuple(inspect.signature(found).parameters)[: len(parameters)] != parameters:
-            problems.append(f"{owner.__name__}.{name} takes {tuple(inspect.signature(found).parameters)}")
-    backup = keras.callbacks.BackupAndRestore("unused")
-    problems += [f"BackupAndRestore.{name} is gone" for name in _BACKUP_PATHS if not hasattr(backup, name)]
-    return problems
 
 
 def _agreement(model: Any) -> Any:
@@ -152,16 +115,6 @@ def announced_save(strategy: Any, path: str) -> Iterator[None]:
     _listeners.call(strategy, path, began, time.monotonic() - began)
 
 
-# Called with a model before Keras writes its files.
-_preparing: list[Callable[[Any], None]] = []
-
-
-def before_saves(prepare: Callable[[Any], None]) -> None:
-    """Calls `prepare` with a model before Keras writes its files, from now on."""
-    _wrap_writers()
-    _preparing.append(prepare)
-
-
 def _wrap_writers() -> None:
     for owner, name, call in _WRITERS:
         patching.once(owner, name, _wrap_writer(call))
@@ -170,8 +123,6 @@ def _wrap_writers() -> None:
 def _wrap_writer(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            for prepare in _preparing:
-                prepare(model)
             if not isinstance(filepath, str | os.PathLike):
                 return original(model, filepath, *args, **kwargs)
             with announced_save(getattr(model, "distribute_strategy", None), os.fspath(filepath)):
@@ -180,15 +131,6 @@ def _wrap_writer(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         return save
 
     return wrap
-
-
-def _export_together(layer: keras.Layer) -> None:
-    if isinstance(layer, keras.Model):
-        patching.put(layer, "export", types.MethodType(_export, layer))
-
-
-def _export(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    return _saved(model, "model.export", filepath, lambda path: type(model).export(model, path, *args, **kwargs))
 
 
 def _saved(model: Any, call: str, filepath: Any, save: Callable[[Any], Any]) -> Any:
@@ -211,16 +153,16 @@ def _save_together(agreement: Any, model: Any, filepath: Any, save: Callable[[st
             _publish(staging, path)
         return _names(path)
 
-    what = f"saving {path}"
-    if not agreement.is_chief:
-        # Of a callback, whose path leads to the scratch directory.
-        what = f"saving {_intended.get() or path}"
-        staged = _in_scratch(path)
-        save(staged)
-        of_chief = agreement.from_chief_at(place, name, write, what)
-        _keep_own(pathlib.Path(staged).parent, path, of_chief)
-    else:
-        agreement.from_chief_at(place, name, write, what)
+    if agreement.is_chief:
+        agreement.from_chief_at(place, name, write, f"saving {path}")
+        return
+    # Of a callback, whose path leads to the scratch directory.
+    own = _intended.get() or path
+    with tempfile.TemporaryDirectory(dir=_scratch(), ignore_cleanup_errors=True) as staging:
+        save(str(pathlib.Path(staging, pathlib.Path(path).name)))
+        of_chief = agreement.from_chief_at(place, name, write, f"saving {own}")
+        if _is_apart(own, of_chief):
+            _keep_own(pathlib.Path(staging), own, of_chief[0])
 
 
 def _place(model: Any) -> str:
@@ -286,160 +228,33 @@ def _names(path: str) -> list[str]:
     return [str(pathlib.Path(path).absolute()), str(pathlib.Path(path).resolve())]
 
 
-def _keep_own(staging: pathlib.Path, path: str, of_chief: list[str]) -> None:
-    """Moves what this worker has saved to its own path, if that is another one than the chief's; removes it else."""
-    intended = _intended.get()
-    path = intended or path
+def _keep_own(staging: pathlib.Path, path: str, of_chief: str) -> None:
+    """Moves what this worker has saved to its own path, which is another one than the chief's; says so once."""
+    if not _said_apart:
+        _said_apart.append(path)
+        _log.say(
+            f"the workers save under different paths, so each writes a file of its own: here {path}, on the chief "
+            f"{of_chief}. Save under one path to have the chief alone write"
+        )
     try:
-        if _is_apart(path, of_chief):
-            _say_apart(path, of_chief[0])
-            if intended and not _is_remote(path):
-                # As the callback has done in the scratch directory.
-                pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-            _publish(staging, path)
+        if _intended.get() and not _is_remote(path):
+            # As the callback has done in the scratch directory.
+            pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        _publish(staging, path)
     except OSError as error:
         # The chief's file is there.
-        _log.say(f"this worker could not save {path}: {error}; {of_chief[0]} is complete")
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        _log.say(f"this worker could not save {path}: {error}; {of_chief} is complete")
 
 
 def _is_apart(path: str, of_chief: list[str]) -> bool:
-    if path.startswith(_scratch()) or any(one == other for one, other in zip(_names(path), of_chief, strict=True)):
+    if path.startswith(_scratch()) or any(map(operator.eq, _names(path), of_chief)):
         return False
     # Neither a device nor a pipe.
     target = pathlib.Path(path)
     return not target.exists() or target.is_file() or target.is_dir()
 
 
-def _say_apart(path: str, of_chief: str) -> None:
-    """Says once in a process that the paths of the workers differ."""
-    if _said_apart:
-        return
-    _said_apart.append(path)
-    _log.say(
-        f"the workers save under different paths, so each writes a file of its own: here {path}, on the chief "
-        f"{of_chief}. Save under one path to have the chief alone write"
-    )
-
-
 # Callbacks: on the others, their paths lead to the scratch directory.
-
-
-def _wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save_model(callback: Any, *args: Any, **kwargs: Any) -> Any:
-        agreement = _agreement(callback.model)
-        calling = agreement.calling("the callback ModelCheckpoint") if agreement else contextlib.nullcontext()
-        intended = _intended.set(callback._get_file_path(*args, **kwargs))
-        try:
-            with calling, _redirected(callback, "filepath"):
-                return original(callback, *args, **kwargs)
-        finally:
-            _intended.reset(intended)
-
-    return save_model
-
-
-def _wrap_backup(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save_model(callback: Any, *args: Any, **kwargs: Any) -> Any:
-        with _redirected(callback, *_BACKUP_PATHS):
-            return original(callback, *args, **kwargs)
-
-    return save_model
-
-
-def _wrap_backup_end(original: Callable[..., Any]) -> Callable[..., Any]:
-    def on_train_end(callback: Any, logs: Any = None) -> Any:
-        agreement = _agreement(callback.model)
-        if agreement is None:
-            return original(callback, logs)
-        return agreement.from_chief(lambda: original(callback, logs), "removing a backup")
-
-    return on_train_end
-
-
-def _wrap_backup_begin(original: Callable[..., Any]) -> Callable[..., Any]:
-    def on_train_begin(callback: Any, logs: Any = None) -> Any:
-        model, agreement = callback.model, _agreement(callback.model)
-        if agreement is None:
-            return original(callback, logs)
-        what = "restoring a backup"
-        # The chief alone would notice no other before the end of training.
-        with agreement.calling("the callback BackupAndRestore"):
-            agreement.gather(None, what)
-        has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), what)
-        if has_backup and model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-
-        def restore() -> int | None:
-            # To load a file, Keras makes an optimizer to compare with: in the scope, its variables need all workers.
-            graphs.call_outside(original, callback, logs)
-            return calls.first_epoch_of(model)
-
-        # Only the chief reads, so that all workers continue from the same state, whichever files each of them sees.
-        epoch = agreement.from_chief(restore, what)
-        calls.begin_with_epoch(model, epoch)
-        if has_backup:
-            model.distribute_strategy.distribution.broadcast(_state(model))
-        return None
-
-    return on_train_begin
-
-
-def _state(model: keras.Model) -> list[Any]:
-    """The model's and the optimizer's variables, without what metrics count."""
-    counters = {id(variable) for variable in model.metrics_variables}
-    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
-    return list({id(v): v for v in variables if id(v) not in counters}.values())
-
-
-def _wrap_tensorboard(original: Callable[..., Any]) -> Callable[..., Any]:
-    def set_model(callback: Any, model: Any) -> Any:
-        _redirect(callback, model, "log_dir")
-        return original(callback, model)
-
-    return set_model
-
-
-def _wrap_csv(original: Callable[..., Any]) -> Callable[..., Any]:
-    def on_train_begin(callback: Any, logs: Any = None) -> Any:
-        _redirect(callback, callback.model, "filename")
-        return original(callback, logs)
-
-    return on_train_begin
-
-
-@contextlib.contextmanager
-def _redirected(callback: Any, *names: str) -> Iterator[None]:
-    before = {name: getattr(callback, name) for name in names}
-    _redirect(callback, callback.model, *names)
-    try:
-        yield
-    finally:
-        for name, path in before.items():
-            setattr(callback, name, path)
-
-
-def _redirect(callback: Any, model: Any, *names: str) -> None:
-    agreement = _agreement(model)
-    if agreement is None or agreement.is_chief:
-        return
-    for name in names:
-        path = getattr(callback, name)
-        if not str(path).startswith(_scratch()):
-            setattr(callback, name, _in_scratch(path))
-
-
-# (class, method, wrapper, first parameters) of the callbacks, whose methods are wrapped on each object.
-_WRAPPED_ON_CALLBACKS: tuple[tuple[Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
-    (keras.callbacks.ModelCheckpoint, "_save_model", _wrap_checkpoint, ("self", "epoch", "batch", "logs")),
-    (keras.callbacks.BackupAndRestore, "_save_model", _wrap_backup, ("self",)),
-    (keras.callbacks.BackupAndRestore, "on_train_begin", _wrap_backup_begin, ("self", "logs")),
-    (keras.callbacks.BackupAndRestore, "on_train_end", _wrap_backup_end, ("self", "logs")),
-    (keras.callbacks.TensorBoard, "set_model", _wrap_tensorboard, ("self", "model")),
-    (keras.callbacks.CSVLogger, "on_train_begin", _wrap_csv, ("self", "logs")),
-)
-_IS_PREPARED = "_tfdist_is_prepared"
 
 
 def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> None:
@@ -451,91 +266,122 @@ def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> No
     if not agreement.is_chief and params.get("verbose") == "auto":
         params["verbose"] = 0
     for callback in callbacks:
-        if patching.get(callback, _IS_PREPARED):
-            continue
-        patching.put(callback, _IS_PREPARED, True)
-        for kind, name, wrap, _ in _WRAPPED_ON_CALLBACKS:
-            if isinstance(callback, kind):
-                method = getattr(callback, name)
-                given = functools.partial(_without_first, method)
-                patching.put(callback, name, functools.partial(wrap(given), callback))
+        for kind, attribute in ((keras.callbacks.TensorBoard, "log_dir"), (keras.callbacks.CSVLogger, "filename")):
+            if isinstance(callback, kind) and not agreement.is_chief:
+                path = getattr(callback, attribute)
+                if not str(path).startswith(_scratch()):
+                    setattr(callback, attribute, _in_scratch(path))
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            patching.put_method(callback, "_save_model", _save_checkpoint)
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            patching.put_method(callback, "_save_model", _save_backup)
+            patching.put_method(callback, "on_train_begin", _restore_backup)
+            patching.put_method(callback, "on_train_end", _remove_backup)
 
 
-def _without_first(method: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
-    return method(*args, **kwargs)
+def _save_checkpoint(callback: Any, epoch: int, batch: int | None, logs: Any) -> None:
+    agreement, path = _agreement(callback.model), callback.filepath
+    if agreement is None:
+        return type(callback)._save_model(callback, epoch, batch, logs)
+    intended = _intended.set(callback._get_file_path(epoch, batch, logs))
+    try:
+        if not agreement.is_chief:
+            callback.filepath = _in_scratch(path)
+        with agreement.calling("the callback ModelCheckpoint"):
+            return type(callback)._save_model(callback, epoch, batch, logs)
+    finally:
+        callback.filepath = path
+        _intended.reset(intended)
 
 
-# Makes workers wait for a file that they load before the chief has saved it, and say why it never appears.
+def _save_backup(callback: Any) -> None:
+    agreement = _agreement(callback.model)
+    if agreement is None or agreement.is_chief:
+        type(callback)._save_model(callback)
+    else:
+        callback.model.save_weights(_in_scratch(callback._weights_path))
+
+
+def _remove_backup(callback: Any, logs: Any = None) -> None:
+    agreement = _agreement(callback.model)
+    remove = functools.partial(type(callback).on_train_end, callback, logs)
+    if agreement is None:
+        remove()
+    else:
+        agreement.from_chief(remove, "removing a backup", callback.backup_dir)
+
+
+def _restore_backup(callback: Any, logs: Any = None) -> None:
+    model, agreement = callback.model, _agreement(callback.model)
+    load = functools.partial(type(callback).on_train_begin, callback, logs)
+    if agreement is None:
+        return load()
+    what = "restoring a backup", callback.backup_dir
+    # The chief alone would notice no other before the end of training.
+    agreement.meet("the callback BackupAndRestore", what[0])
+    has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), *what)
+    if has_backup and model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+    def restore() -> int | None:
+        # To load a file, Keras makes an optimizer to compare with: in the scope, its variables need all workers.
+        graphs.call_outside(load)
+        return calls.first_epoch_of(model)
+
+    # Only the chief reads, so that all workers continue from the same state, whichever files each of them sees.
+    calls.begin_with_epoch(model, agreement.from_chief(restore, *what))
+    if has_backup:
+        model.distribute_strategy.distribution.broadcast(_state(model))
+    return None
+
+
+def _state(model: keras.Model) -> list[Any]:
+    """The model's and the optimizer's variables, without what metrics count."""
+    counters = {id(variable) for variable in model.metrics_variables}
+    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
+    return list({id(v): v for v in variables if id(v) not in counters}.values())
+
+
+# Makes workers wait for a file that they load before the chief has saved it.
 #
-# A chief that saves alone (`if rank == 0: model.save(path)`) is still at it when the others load the file. Where no
-# file appears, the path is most likely one of a disk that the chief's machine does not share.
-#
-# A script calls the functions that load by their public names, of which Keras has several for one function. They are
-# replaced for good, and `load_weights` on each model. Keras' layers of SavedModels call that of TensorFlow.
+# A chief that saves alone (`if rank == 0: model.save(path)`) is still at it when the others load the file. A script
+# calls the functions that load by their public names, of which Keras has several for one function. They are replaced
+# for good. Keras' layers of SavedModels call that of TensorFlow.
 
 
 # Longest wait for a file.
 WAIT_SECS = 10.0
 
 
-def wait_for_files(task: str, chief: str) -> None:
-    """Makes this process wait for the files that it loads.
-
-    Args:
-      task: name of this worker, such as "worker:1".
-      chief: name of the worker that writes the files.
-    """
+def wait_for_files(task: str) -> None:
+    """Makes this process, the worker of this name, wait for the files that it loads."""
 
     def waiting(is_there: Callable[[str], bool], index: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Returns a wrapper of functions that take the path as their argument number `index`, or by name."""
 
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def load(*args: Any, **kwargs: Any) -> Any:
-                named = kwargs.get("filepath", kwargs.get("export_dir"))
-                path = args[index] if len(args) > index else named
-                return _loaded(lambda: original(*args, **kwargs), path, is_there, task, chief)
+                path = args[index] if len(args) > index else kwargs.get("filepath", kwargs.get("export_dir"))
+                if isinstance(path, str | os.PathLike) and not _is_remote(os.fspath(path)):
+                    _wait_for(os.fspath(path), is_there, task)
+                return original(*args, **kwargs)
 
             return load
 
         return wrap
 
-    load_weights = waiting(os.path.exists, 1)
-
-    def note_model(layer: keras.Layer) -> None:
-        if isinstance(layer, keras.Model):
-            patching.put(layer, "load_weights", types.MethodType(load_weights(type(layer).load_weights), layer))
-
     for module in (keras.saving, keras.models):
         patching.once(module, "load_model", waiting(os.path.exists))
     patching.once(tf.saved_model, "load", waiting(tf.saved_model.contains_saved_model))
-    layers.after_making(note_model)
+    patching.once(keras.Model, "load_weights", waiting(os.path.exists, 1))
 
 
-def _loaded(load: Callable[[], Any], path: Any, is_there: Callable[[str], bool], task: str, chief: str) -> Any:
-    is_local = isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
-    if not is_local or _appears(os.fspath(path), is_there, task):
-        return load()
-    try:
-        return load()
-    except (OSError, ValueError) as error:
-        where = pathlib.Path(path).absolute()
-        raise type(error)(
-            f"{error}. {task} has waited {WAIT_SECS:g} s for this file. A file that all workers save under one path is "
-            f"written by {chief} alone: use a directory that all workers share. Received: {where}"
-        ) from None
-
-
-def _appears(path: str, is_there: Callable[[str], bool], task: str) -> bool:
-    """Waits for a file, and returns False if there is none after `WAIT_SECS`."""
-    if is_there(path):
-        return True
-    _log.say(f"{task} waits up to {WAIT_SECS:g} s for {path}, which is not there yet")
-    deadline = time.monotonic() + WAIT_SECS
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        if is_there(path):
-            return True
-    return False
+def _wait_for(path: str, is_there: Callable[[str], bool], task: str) -> None:
+    if not is_there(path):
+        _log.say(f"{task} waits up to {WAIT_SECS:g} s for {path}, which is not there yet")
+        deadline = time.monotonic() + WAIT_SECS
+        while not is_there(path) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 # Writes SavedModels that load in any process: no task of a cluster in their devices, one variable for each of Keras.
@@ -595,17 +441,13 @@ def _without_cluster(serialized: bytes) -> bytes:
 #
 # A checkpoint is two files, an index and the values that it has the checksums of; no file system replaces two at once.
 # Each worker writes them under names of its own and puts them in their places while it holds a lock of the directory.
-# Restoring takes the lock too, so that no worker reads the index of one save with the values of another. Workers that
-# have the same values leave the first one's files where they are. So a saved file does not change under readers that
-# know of no lock. Their files differ even so, by the names of layers if the workers made different models before.
+# Restoring takes the lock too, so that no worker reads the index of one save with the values of another: the files of
+# workers that have the same values differ by the names of layers if the workers made different models before.
 
 
 # Another worker holds the lock while it renames two files or reads a checkpoint. A restore that waits for the other
 # workers would never let them save, so no worker waits longer than this.
 LOCK_SECS = 30.0
-
-# The model's entry in a checkpoint, which has names of layers in it.
-_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 
 def share_checkpoints(task: str) -> None:
@@ -647,34 +489,10 @@ def _restore_checkpoint(restore: Callable[..., Any], save_path: Any, *args: Any,
 
 
 def publish_checkpoint(written: str, target: str) -> None:
-    """Moves a complete checkpoint to its destination; discards it if the one there has the same values."""
-    paths = tf.io.gfile.glob(f"{written}.*")
-    if _have_same_values(written, target):
-        for path in paths:
-            tf.io.gfile.remove(path)
-        return
+    """Moves a complete checkpoint to its destination."""
     # The index comes last: with it the checkpoint is complete.
-    for path in sorted(paths, key=lambda path: path.endswith(".index")):
+    for path in sorted(tf.io.gfile.glob(f"{written}.*"), key=lambda path: path.endswith(".index")):
         tf.io.gfile.rename(path, target + path[len(written) :], overwrite=True)
-
-
-def _have_same_values(written: str, target: str) -> bool:
-    try:
-        one, other = tf.train.load_checkpoint(written), tf.train.load_checkpoint(target)
-        shapes = one.get_variable_to_shape_map()
-        if shapes != other.get_variable_to_shape_map():
-            return False
-        names = shapes.keys() - {_OBJECT_GRAPH}
-        return all(_is_same(one.get_tensor(name), other.get_tensor(name)) for name in names)
-    except (tf.errors.OpError, ValueError, RuntimeError):
-        # There is no checkpoint yet, or an incomplete one.
-        return False
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    # Bytes: NaN is the same as NaN. An array of Python objects has the addresses of its strings as bytes.
-    is_plain = isinstance(one, np.ndarray | np.generic) and one.dtype.kind != "O"
-    return one.tobytes() == other.tobytes() if is_plain else np.array_equal(one, other)
 
 
 @contextlib.contextmanager
