@@ -61,7 +61,7 @@ ARROWS: dict[str, set[str]] = {
     "transforms": set(),
     # The kind and the model of a step: below the rest of `step`, which places replicas on devices.
     "step.step": {"_log", "compat", "passes"},
-    "model_parallel": {"compat", "step.step"},
+    "model_parallel": {"compat"},
     "step": {
         "_log",
         "compat",

@@ -18,7 +18,6 @@ from tfdist import _checks
 from tfdist.compat.keras import models, optimizers, scope
 from tfdist.compat.keras import placement as places
 from tfdist.compat.tensorflow import replicas
-from tfdist.step.step import Step
 
 
 def placement(part: int) -> contextlib.AbstractContextManager[None]:
@@ -96,15 +95,10 @@ def _parts(call: str, strategy: Any = None) -> replicas.ReplicaDevices:
     """Returns the devices of a strategy's replicas; raises ValueError if each has one device."""
     strategy = strategy or tf.distribute.get_strategy()
     parts = replicas.parts_of(strategy)
-    if parts is None and not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
-        raise ValueError(
-            f"{call}: there is no strategy; put `with strategy.scope():` around it, with the scope of "
-            "a strategy that was built with devices_per_replica=2, or more. Received: no scope"
-        )
     if parts is None:
         raise ValueError(
-            f"{call}: a replica has one device; use it in the scope of a strategy that was built with "
-            f"devices_per_replica=2, or more, or leave it away. Received: {type(strategy).__name__}"
+            f"{call}: a replica has one device; put `with strategy.scope():` around it, of a strategy that was built "
+            f"with devices_per_replica=2, or more, or leave it away. Received: {type(strategy).__name__}"
         )
     return parts
 
@@ -122,22 +116,12 @@ def check_placement(strategy: Any, model: keras.Model) -> None:
         )
     missing = [weight.path for weight in model.weights if places.part_of(weight) is None]
     if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
             f"{type(strategy).__name__}({count}): layers have no place; make them within "
             "`with tfdist.placement(...):`, or call tfdist.split(model) before training. "
-            f"Received: {_first(missing)}, of {len(model.weights)} weights"
+            f"Received: no place for {', '.join(missing[:3])}{more}, of {len(model.weights)} weights"
         )
-
-
-def check_step(strategy: Any, step: Step) -> None:
-    """Calls `check` for the model of a train, test or predict step; does nothing for other functions."""
-    if (model := step.model_in_use) is not None:
-        check_placement(strategy, model)
-
-
-def _first(paths: Sequence[str]) -> str:
-    shown = ", ".join(paths[:3])
-    return f"no place for {shown}" + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def layers_with_weights(model: keras.Model) -> list[keras.Layer]:

@@ -41,8 +41,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import model_parallel
-from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.keras import optimizers
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import coordinator, replicas
 from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
@@ -174,7 +173,6 @@ class RoundEngine(Engine):
         def trace() -> RoundStep:
             spec, count = handle.element_spec, self.num_parts
             rehearsal.before(self._strategy, step.function, [spec])
-            model_parallel.check_step(self._strategy, step)
             return self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec, handle.kind.form)
 
         return functools.partial(self.step, self._engine.programs.traces.find(step, ("round", handle.kind), trace))
@@ -492,13 +490,12 @@ class RoundStep:
 
     def _computed(self, batch: Any, batch_rows: tf.Tensor | None) -> ReplicaContribution:
         worker = self._strategy.extended.worker_devices[0]
-        contribute = placement.followed_by_strategy(self._strategy, self._step.contribute)
         with (
             self._as_replica(worker),
             self._transfer.contributing(self.model, worker),
             coordinated_variable.watched(self._step.written_past_keras),
         ):
-            contribution = contribute(batch, batch_rows)
+            contribution = self._step.contribute(batch, batch_rows)
         self._transfer.place()
         if self._is_unscaled:
             with self._as_replica(worker):

@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat.keras import placement
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import graphs, replicas
 from tfdist.coordination import delay_hook, stalls
@@ -295,8 +294,7 @@ class ThreadedStep:
                 tf.distribute.ReplicaContext(self._strategy, replica),
                 losses.counted_as_one(self._strategy),
             ):
-                contribute = placement.followed_by_strategy(self._strategy, self._step.contribute)
-                contribution = self._template = contribute(part, rows)
+                contribution = self._template = self._step.contribute(part, rows)
             self._homes = [self._home(each) for each in tf.nest.flatten(contribution, expand_composites=True)]
             return contribution
 
@@ -319,7 +317,7 @@ class ThreadedStep:
         parts = [flat[start : start + size] for start in range(0, len(flat), size)]
         contributions = [tf.nest.pack_sequence_as(self._template, part, expand_composites=True) for part in parts]
         with one_replica.replica_on(self._strategy, self._devices[0]):
-            return placement.followed_by_strategy(self._strategy, self._apply)(contributions)
+            return self._apply(contributions)
 
     def _apply(self, contributions: Sequence[ReplicaContribution]) -> list[tf.Tensor]:
         total = add_up(contributions)

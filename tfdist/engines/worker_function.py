@@ -13,8 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import model_parallel
-from tfdist.compat.keras import optimizers, placement
+from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import coordinator, graphs
 from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
 from tfdist.engines import scope_checks
@@ -307,7 +306,7 @@ class Program:
             transforms.alone(model, facts) if kind == "train" else transforms.refused(self._fn, args, kwargs),
         ):
             fn = self._fn if kind == "other" else tf.autograph.experimental.do_not_convert(self._fn)
-            result = placement.followed_by_strategy(self._strategy, fn)(*args, **kwargs)
+            result = fn(*args, **kwargs)
         self._transfer.place()
         return result
 
@@ -412,7 +411,6 @@ class Programs:
     def rehearse(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> None:
         """Creates the variables that the first call of a function would create."""
         rehearsal.before(self._strategy, step.function, *worker_batch.as_specs(list(args), kwargs))
-        model_parallel.check_step(self._strategy, step)
 
     def trace(self, step: Step, args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool) -> Program:
         """Traces a function; see `Program` for the arguments."""

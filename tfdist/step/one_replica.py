@@ -67,7 +67,7 @@ def apply_alone(
     of_keras = [variable for variable in updated if isinstance(variable, keras.Variable)]
     given = [v if isinstance(v, keras.Variable) else _copy(getattr(v, "values", [v]), index) for v in given]
     with _on_copies(strategy, index, of_keras, [optimizer]):
-        return placement.followed_by_strategy(strategy, apply)(gradients, given)
+        return apply(gradients, given)
 
 
 @contextlib.contextmanager
@@ -85,6 +85,7 @@ def _on_copies(
     with (
         patched_attributes(changes),
         tf.device(strategy.extended.worker_devices[index]),
+        placement.following(strategy),
         LoneReplica(strategy, index, is_of_all),
     ):
         yield
@@ -138,7 +139,7 @@ def replica_on(strategy: tf.distribute.Strategy, device: str) -> Iterator[None]:
 
     A plain replica context, which unlike the threads of the stock `run` also holds inside of conditionals.
     """
-    with tf.device(device), OneReplica(strategy, 0):
+    with tf.device(device), placement.following(strategy), OneReplica(strategy, 0):
         yield
 
 

@@ -31,7 +31,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import _log
-from tfdist.compat.keras import models, optimizers
+from tfdist.compat.keras import models, optimizers, placement
 from tfdist.compat.tensorflow import graphs, variables
 from tfdist.passes import handle as handles
 from tfdist.passes import splitting
@@ -193,7 +193,8 @@ class SplitTrainStep:
         """
         before, self._layout = self._layout, _Layout()
         try:
-            return self._contributed(batch, batch_rows)
+            with placement.following(tf.distribute.get_strategy()):
+                return self._contributed(batch, batch_rows)
         except BaseException:
             # Other contributions, and the updates from them, were traced with that one.
             self._layout = before

@@ -265,7 +265,6 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if not tf.executing_eagerly():
             rehearsal.before(self, step.function, *part_of_replica(self, (list(args), dict(kwargs or {})), 0))
         if step.kind == "predict" and len(args) == 1 and not kwargs:
-            model_parallel.check_step(self, step)
             run = lambda function, data: self._run_stock(function, (data,), options=options)  # noqa: E731
             return run_prediction(self, run, step.function, args[0])
         with self.distribution.transforms.refused(step.function, args, kwargs):
@@ -338,6 +337,7 @@ def build_model(strategy: tf.distribute.Strategy, model: keras.Model, data: Any,
             models.build_model(model, batch)
         rehearsal.before_keras(strategy, model, step)
         models.build_by_keras(model, batch)
+    model_parallel.check_placement(strategy, model)
 
 
 def _no_method(function: Any) -> ValueError:

@@ -163,4 +163,4 @@ def span(strategy: tf.distribute.Strategy, groups: Sequence[Sequence[str]]) -> N
     replicas.facts_of(strategy).parts = parts
     placement.allow_placed_layers()
     collectives.use_parts(strategy, parts)
-    placement.follow_devices(strategy, parts)
+    placement.follow_devices(strategy)

@@ -8,7 +8,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -250,36 +250,33 @@ def _device_of_gradient(tensors: Iterable[Any]) -> str | None:
 # function in TensorFlow 2, and a strategy has no public seam around what its replicas trace.
 
 
-def follow_devices(strategy: Any, parts: replicas.ReplicaDevices) -> None:
-    """Places operations that the strategy's replicas trace without a device beside their largest input."""
-    extended = strategy.extended
-    stock = extended.call_for_each_replica
+def follow_devices(strategy: Any) -> None:
+    """Makes replicas of the strategy trace functions in `following`."""
+    stock = strategy.extended.call_for_each_replica
 
     def call_for_each_replica(fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        @tf.autograph.experimental.do_not_convert
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            with following(strategy):
+                return fn(*args, **kwargs)
+
         # TensorFlow knows a `tf.function` by its type.
         is_traced_apart = isinstance(fn, tf.types.experimental.PolymorphicFunction)
-        return stock(fn if is_traced_apart else following_devices(parts, fn), args, kwargs)
+        return stock(fn if is_traced_apart else followed, args, kwargs)
 
-    extended.call_for_each_replica = call_for_each_replica
+    strategy.extended.call_for_each_replica = call_for_each_replica
 
 
-def followed_by_strategy(strategy: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, whose operations in a graph follow their largest input if the replicas span devices."""
+@contextlib.contextmanager
+def following(strategy: Any) -> Iterator[None]:
+    """Within this block, if replicas span devices, operations traced without a device follow their largest input."""
     parts = replicas.parts_of(strategy)
-    return following_devices(parts, function) if parts else function
-
-
-def following_devices(parts: replicas.ReplicaDevices, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, whose operations in a graph follow their largest input."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly():
-            return function(*args, **kwargs)
-        graph: Any = tf.compat.v1.get_default_graph()
-        with graph.device(functools.partial(_followed_device, parts)):
-            return function(*args, **kwargs)
-
-    return tf.autograph.experimental.do_not_convert(call)
+    if parts is None or tf.executing_eagerly():
+        yield
+        return
+    graph: Any = tf.compat.v1.get_default_graph()
+    with graph.device(functools.partial(_followed_device, parts)):
+        yield
 
 
 def _followed_device(parts: replicas.ReplicaDevices, operation: Any) -> str:
