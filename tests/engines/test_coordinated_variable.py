@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import ps_values
 
-from tfdist.tables.coordinated_variable import CoordinatedVariable, coordinate
+from tfdist.tables.coordinated_variable import CoordinatedVariable
+from tfdist.tables.partitioned_variable import coordinate
 
 pytestmark = pytest.mark.devices
 
@@ -177,36 +178,6 @@ def test_what_a_counter_is_counted_up_by_is_made_where_it_is(cpus: list[str]) ->
     added = [each.inputs[1] for each in graph.get_operations() if each.type == "AssignAddVariableOp"]
     assert [tensor.op.type for tensor in added] == ["Const", "Placeholder"]
     assert added[0].device == v.device
-
-
-@pytest.mark.parametrize(
-    ("shape", "scale", "operation"),
-    [
-        ((300, 200), lambda rate, x: rate * x, "ResourceApplyGradientDescent"),
-        ((300, 200), lambda rate, x: x * rate, "ResourceApplyGradientDescent"),
-        ((300, 200), lambda rate, x: x * x, "AssignSubVariableOp"),
-        ((300, 200), lambda rate, x: x + rate, "AssignSubVariableOp"),
-        ((30, 20), lambda rate, x: rate * x, "AssignSubVariableOp"),
-    ],
-    ids=["scaled", "scaled from the right", "a product", "a sum", "small"],
-)
-def test_what_is_scaled_is_taken_off_a_large_variable_at_once(shape: Any, scale: Any, operation: str) -> None:
-    random = np.random.default_rng(0)
-    start, x = (random.normal(size=shape).astype(np.float32) for _ in range(2))
-    v = variable(start)
-
-    @tf.function(autograph=False)
-    def step(rate: tf.Tensor, x: tf.Tensor) -> tuple[Any, Any]:
-        before = v.read_value()
-        return v.assign_sub(scale(rate, x)).read_value(), before
-
-    arguments = tf.constant(0.3), tf.constant(x)
-    after, before = step(*arguments)
-    operations = {each.type for each in step.get_concrete_function(*arguments).graph.get_operations()}
-    assert operations & {"ResourceApplyGradientDescent", "AssignSubVariableOp"} == {operation}
-    np.testing.assert_array_equal(before, start)
-    np.testing.assert_array_equal(after, start - scale(np.float32(0.3), x))
-    np.testing.assert_array_equal(v.get(), after)
 
 
 # Keras' own counters, which are `assign(self + x)`.

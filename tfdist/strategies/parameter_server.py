@@ -20,7 +20,6 @@ import keras
 import tensorflow as tf
 
 from tfdist import cluster as clusters
-from tfdist import model_parallel
 from tfdist import transforms as gradient_transforms
 from tfdist.cluster import Cluster, note_joined
 from tfdist.compat.keras import calls, fit, models, saving, sharding
@@ -52,8 +51,7 @@ from tfdist.step.step import Step, check_for_workers, make_predict_function
 from tfdist.strategies import _common, _devices
 from tfdist.strategies.distribution import Closing, Distribution
 from tfdist.tables import partitioned_variable, sharded_tables
-from tfdist.tables.coordinated_variable import coordinate
-from tfdist.tables.partitioned_variable import PartitionedVariable, partition
+from tfdist.tables.partitioned_variable import PartitionedVariable, coordinate
 from tfdist.telemetry.recorder import Recorder
 from tfdist.telemetry.report import Report
 
@@ -112,7 +110,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         policies = _checked_policies(policies, transforms, data_sharding, devices_per_replica)
         _common.check_timeouts(start_timeout_secs=start_timeout_secs, stall_timeout_secs=stall_timeout_secs)
         transfer_plan.check_mode(transfer)
-        partitioner = sharded_tables.checked(variable_partitioner)
+        partitioner = sharded_tables.fitting(variable_partitioner)
         num_cpus = _devices.served_cpus(devices_per_replica)
         cluster = _find_cluster(cluster_resolver)
         if cluster is None:
@@ -326,8 +324,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             kwargs |= {"initial_value": initial, "shape": initial.shape}
         with beside:
             variable = next_creator(**kwargs)
-        barrier = self.distribution.barrier
-        made = partition(coordinate(variable, barrier), barrier, initial.path if initial else "")
+        made = coordinate(variable, self.distribution.barrier, initial.path if initial else "")
         if initial is not None and initial.is_postponed:
             made.fill(initial.rows)
         return made
@@ -397,7 +394,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         scope_checks.check_scope(self, step)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             check_for_workers(step, asynchronous=self._training is self._engine)
-        model_parallel.check_step(self, step)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution in plain Python; see `train_functions.ask_strategies`.

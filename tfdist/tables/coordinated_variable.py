@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist.compat.tensorflow import graphs, replicas, variables
-from tfdist.transport.bundles import is_small
 
 _SCATTERS = tuple(
     f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update")
@@ -153,22 +152,9 @@ class CoordinatedVariable(variables.ServerVariable):
         """See `tf.Variable.assign_add`."""
         return self._write(super().assign_add, *args, **kwargs)
 
-    def assign_sub(
-        self, delta: Any, use_locking: bool | None = None, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """See `tf.Variable.assign_sub`; fuses scaling and subtraction into one pass over a large variable."""
-        scaled = None if tf.executing_eagerly() else self._match_scaling(delta)
-        if scaled is None:
-            options = {"use_locking": use_locking, "name": name, "read_value": read_value}
-            return self._write(super().assign_sub, delta, **options)
-        alpha, tensor = scaled
-        with tf.device(self.device):
-            # The same arithmetic as that of gradient descent, without the product in between.
-            descend = tf.raw_ops.ResourceApplyGradientDescent
-            operation = self._write(
-                descend, var=self.stored.handle, alpha=alpha, delta=tensor, use_locking=True, name=name
-            )
-        return self.read_after(operation) if read_value else operation
+    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+        """See `tf.Variable.assign_sub`."""
+        return self._write(super().assign_sub, *args, **kwargs)
 
     def __getitem__(self, key: Any) -> tf.Tensor:
         """See `tf.Variable`; the result has `assign`."""
@@ -221,16 +207,6 @@ class CoordinatedVariable(variables.ServerVariable):
         if operation.type == "Sub" and self._is_fresh_read(operation.inputs[0]):
             return _Addition(self._like_self(operation.inputs[1]), -1)
         return None
-
-    def _match_scaling(self, value: Any) -> tuple[tf.Tensor, tf.Tensor] | None:
-        """Returns the scalar and the tensor of a large product `value`; None if it is no product, or small."""
-        is_rows = self._part() is not None
-        if is_rows or is_small(self) or not self.dtype.is_floating or not tf.is_symbolic_tensor(value):
-            return None
-        if value.op.type != "Mul" or value.dtype != self.dtype:
-            return None
-        alpha, tensor = sorted(value.op.inputs, key=lambda each: each.shape.rank != 0)
-        return (alpha, tensor) if alpha.shape.rank == 0 and tensor.shape == self.shape else None
 
     def _is_fresh_read(self, tensor: tf.Tensor) -> bool:
         """Returns True if `tensor` is a read of this variable after its last write."""
@@ -336,13 +312,6 @@ class _Addition(NamedTuple):
 
     value: tf.Tensor
     sign: int
-
-
-def coordinate(variable: Any, barrier: Callable[..., None]) -> Any:
-    """Wraps a stock variable in a `CoordinatedVariable`, if it is a single variable."""
-    if variables.is_single(variable):
-        return CoordinatedVariable(variable.get(), barrier)
-    return variable
 
 
 # The part of a variable that an update is made of: a shard, some rows, or rows of a shard.

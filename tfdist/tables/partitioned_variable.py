@@ -35,6 +35,7 @@ from tfdist.compat.tensorflow.variables import (
     ShardedVariable,
     describe_variable,
     exported_variable,
+    is_single,
     is_traced_for_export,
     watch_handle,
     watch_variable,
@@ -128,9 +129,6 @@ class PartitionedVariable(CoordinatedVariable, sharding.InShards):
             # Operations run behind; what comes next may look at the memory that is left, or at an error.
             for shard in self.variables:
                 read_rows(shard, 0, 1).numpy()
-
-    def _match_scaling(self, value: Any) -> None:
-        """Returns None: the fused gradient descent is for single variables; each shard is assigned its rows."""
 
     def _handles(self) -> list[Any]:
         return [self.handle] if is_traced_for_export() else [shard.handle for shard in self.variables]
@@ -394,11 +392,11 @@ def _outermost_graph() -> Any:
     return graph
 
 
-def partition(variable: Any, barrier: Callable[..., None], path: str = "") -> Any:
-    """Wraps a stock variable in a `PartitionedVariable`, if it is sharded."""
+def coordinate(variable: Any, barrier: Callable[..., None], path: str = "") -> Any:
+    """Wraps a stock variable of the strategy; one of another kind is returned."""
     if isinstance(variable, ShardedVariable):
         return PartitionedVariable(variable, barrier, path)
-    return variable
+    return CoordinatedVariable(variable.get(), barrier) if is_single(variable) else variable
 
 
 # Reads of a variable in shards whose gradients lead to the tensors that stand for the variable.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 from tfdist import _checks
@@ -62,30 +61,13 @@ class ShardedTables:
         return [max(1, most), *[1] * (len(sizes) - 1)]
 
 
-def checked(partitioner: Any) -> Any:
-    """Returns a `variable_partitioner` that checks what another one returns.
-
-    Raises:
-      ValueError: it can't be called.
-    """
+def fitting(partitioner: Any) -> Any:
+    """Returns a `variable_partitioner` that makes at most as many shards as there are rows; None stays None."""
     if partitioner is None:
         return None
-    if not callable(partitioner):
-        raise ValueError(
-            "variable_partitioner must be callable, such as tfdist.ShardedTables(), or None. "
-            f"Received: variable_partitioner={partitioner!r}"
-        )
 
     def partition(shape: Any, dtype: Any, **more: Any) -> list[int]:
-        found = partitioner(shape=shape, dtype=dtype, **more)
-        counts = list(found) if isinstance(found, list | tuple) else []
-        sizes = [int(size) for size in shape]
-        is_valid = len(counts) == len(sizes) and all(isinstance(each, numbers.Integral) for each in counts)
-        if not is_valid or counts[0] < 1 or any(count != 1 for count in counts[1:]):
-            raise ValueError(
-                "variable_partitioner must return the number of shards along each axis: a positive integer, then 1 for "
-                f"each other axis. Received: {found!r} of {partitioner!r}, for a variable of shape {sizes}"
-            )
-        return [int(min(counts[0], max(1, sizes[0]))), *counts[1:]]
+        count, *others = partitioner(shape=shape, dtype=dtype, **more)
+        return [min(count, max(1, int(shape[0]))), *others]
 
     return partition

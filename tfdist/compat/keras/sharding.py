@@ -16,7 +16,6 @@ import tensorflow as tf
 from keras.src import backend
 from keras.src.saving import saving_lib
 from tensorflow.python.checkpoint import functional_saver, tensor_callable
-from tensorflow.python.training.saving import saveable_object_util
 
 from tfdist.compat import patching
 from tfdist.compat.keras import optimizers
@@ -40,9 +39,6 @@ NEEDS = (
     "tensorflow.python.checkpoint.functional_saver:_single_shard_restore(file_prefix, shardable_tensors, options)",
     "tensorflow.python.checkpoint.sharding.sharding_util:ShardableTensor._tensor_save_spec",
     "tensorflow.python.checkpoint.tensor_callable:Callable",
-    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable._local_names",
-    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable._trackable",
-    "tensorflow.python.training.saving.saveable_object_util:TrackableSaveable.restore",
 )
 
 # Bytes of the rows that are in memory besides the table, or shard, while it is read or written.
@@ -394,11 +390,9 @@ def _saving_slots(original: Any) -> Any:
 # Saves and restores a variable in slices, each of which is read from the checkpoint when the one before is written.
 #
 # `Trackable._serialize_to_tensors` may return a dictionary of slices in place of a tensor, and TensorFlow saves each
-# slice on the device that has it. There are two defects in its restore (TensorFlow 2.21). `TrackableSaveable.restore`
-# pairs names with tensors one to one, and so gives the variable its first slice alone. And all slices of a task are
-# read in one operation, before any assignment: the task holds its part of a table twice. There is no other way to
-# restore by parts, because Keras' variables define these methods. The changes are permanent, and ones of variables with
-# several slices, or with slices of the class `RowsOfShard`, only.
+# slice on the device that has it. Its restore (TensorFlow 2.21) reads all slices of a task in one operation, before any
+# assignment: the task would hold its part of a table twice. There is no other way to restore by parts, because Keras'
+# variables define these methods. The change is permanent, and one of slices of the class `RowsOfShard` only.
 
 
 class RowsOfShard(tensor_callable.Callable):
@@ -418,24 +412,12 @@ class RowsOfShard(tensor_callable.Callable):
 
 def restore_in_slices() -> None:
     """Changes TensorFlow's restore, once."""
-    patching.once(saveable_object_util.TrackableSaveable, "restore", _from_all_slices)
     patching.once(functional_saver, "_single_shard_restore", _one_by_one)
 
 
 def is_written(tensor: Any) -> bool:
     """Returns True for what a restored slice of `RowsOfShard` is replaced by."""
     return tensor.shape == (0,)
-
-
-def _from_all_slices(original: Any) -> Any:
-    def restore(saveable: Any, restored_tensors: Any, restored_shapes: Any) -> Any:
-        names = saveable._local_names
-        if len(names) != 1 or len(saveable.specs) < 2:
-            return original(saveable, restored_tensors, restored_shapes)
-        slices = {spec.slice_spec: tensor for spec, tensor in zip(saveable.specs, restored_tensors, strict=True)}
-        return saveable._trackable._restore_from_tensors({names[0]: slices})
-
-    return restore
 
 
 def _one_by_one(original: Any) -> Any:

@@ -28,7 +28,6 @@ NEEDS = (
     "tensorflow.python.eager.tape:variable_accessed",
     "tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs",
     "tensorflow.python.ops.resource_variable_ops:variable_accessed",
-    "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._lazy_read",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._restore_from_tensors",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._serialize_to_tensors",
     "tensorflow.python.ops.resource_variable_ops:write_object_proto_for_resource_variable(enforce_naming)",
@@ -147,10 +146,6 @@ class ServerVariable(ps_values.CachingVariable):
     def restored(self, tensors: dict[str, Any]) -> Any:
         """Restores the variable on the parameter server from a checkpoint's tensors."""
         return self._v._restore_from_tensors(tensors)
-
-    def read_after(self, operation: Any) -> Any:
-        """A value that is read, if anybody needs it, after an operation that writes."""
-        return self._v._lazy_read(operation)
 
 
 def is_single(variable: Any) -> bool:
