@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import pytest
 import tensorflow as tf
@@ -52,17 +50,10 @@ def test_attributes_are_restored_in_nested_blocks_and_after_errors():
 
 def test_logs_of_an_epoch_are_removed_by_their_owner_only():
     model = keras.Sequential([keras.layers.Dense(1)])
-
-    def first(logs: Any) -> Any:
-        return {"first": 1}
-
-    def second(logs: Any) -> Any:
-        return {"second": 2}
-
-    fit.put_logs(model, first)
-    fit.put_logs(model, second)
-    fit.remove_logs(model, first)
-    assert fit.epoch_logs_of(model)({}) == {"second": 2}
-    fit.remove_logs(model)
-    fit.remove_logs(model)
-    assert fit.epoch_logs_of(model).__func__ is keras.Model._get_metrics_result_or_logs
+    end_first = fit.change_logs_once(model, lambda *given: {"first": 1})
+    end_second = fit.change_logs_once(model, lambda *given: {"second": 2})
+    end_first()
+    assert vars(model).keys() >= {"_get_metrics_result_or_logs"}
+    end_second()
+    end_second()
+    assert not vars(model).keys() & {"_get_metrics_result_or_logs"}

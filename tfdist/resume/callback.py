@@ -137,7 +137,8 @@ class Resume(keras.callbacks.Callback):
             return
         checkpoint.assign_metrics(self.model, self._metrics, self._agreement())
         self._metrics = None
-        self._show_logs_of_metrics()
+        # Keras takes the logs from the epoch's last step, which may have been made before the interruption.
+        fit.change_logs_once(self.model, lambda model, logs, logs_of: logs_of(logs or model.get_metrics_result()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Saves if a checkpoint is due; saves and ends the program after a signal."""
@@ -279,21 +280,6 @@ class Resume(keras.callbacks.Callback):
         self._expect_position().go_to(place)
         self._step, self._epoch, self._epoch_step = found["step"], place.epoch, place.step
         return True
-
-    def _show_logs_of_metrics(self) -> None:
-        """Takes the logs of an epoch without a remaining step from its metrics.
-
-        Keras takes the logs from the epoch's last step, which was made before the interruption.
-        """
-        model = self.model
-        logs_of = fit.epoch_logs_of(model)
-
-        def logs_of_epoch(logs: Any) -> Any:
-            # Another callback may have wrapped the method since.
-            fit.remove_logs(model, logs_of_epoch)
-            return logs_of(logs or model.get_metrics_result())
-
-        fit.put_logs(model, logs_of_epoch)
 
     # Other workers.
 

@@ -283,18 +283,13 @@ def check_same(saved: Sequence[Sequence[Any]], found: Sequence[Sequence[Any]], p
     Raises:
       ValueError: shapes, dtypes or the number of variables differ.
     """
-    remedy = "to train it from the start give Resume another directory, or an empty one"
-    if len(saved) != len(found):
-        raise ValueError(
-            f"Resume(directory): {path} has a checkpoint of another model or optimizer, with {len(saved)} variables; "
-            f"{remedy}. Received: {len(found)} variables"
-        )
-    for (saved_name, *saved_kind), (name, *kind) in zip(saved, found, strict=True):
-        if saved_kind != kind:
-            there, here = (f"{dtype}{list(shape)}" for shape, dtype in (saved_kind, kind))
+    for there, here in itertools.zip_longest(saved, found, fillvalue=("no variable", [], "")):
+        if list(there[1:]) != list(here[1:]):
+            (name, shape, dtype), (own_name, own_shape, own_dtype) = there, here
             raise ValueError(
-                f"Resume(directory): {path} has a checkpoint of another model: {saved_name} is {there} there; "
-                f"{remedy}. Received: {name}, {here}"
+                f"Resume(directory): {path} has a checkpoint of another model or optimizer, with {len(saved)} "
+                f"variables: {name} is {dtype}{list(shape)} there; to train it from the start give Resume another "
+                f"directory, or an empty one. Received: {len(found)} variables, {own_name}, {own_dtype}{[*own_shape]}"
             )
 
 

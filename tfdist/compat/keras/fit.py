@@ -193,11 +193,6 @@ _NAME = "_get_metrics_result_or_logs"
 Logs = Callable[[Any], Any]
 
 
-def epoch_logs_of(model: keras.Model) -> Logs:
-    """The function that makes a model's logs of an epoch from those of its last step."""
-    return getattr(model, _NAME)
-
-
 def change_logs_once(model: keras.Model, change: Callable[[keras.Model, Any, Logs], Any]) -> Callable[[], None]:
     """Replaces the function of the logs until `fit` ends its next epoch.
 
@@ -209,35 +204,24 @@ def change_logs_once(model: keras.Model, change: Callable[[keras.Model, Any, Log
     Returns:
       A function that ends this sooner. It does not keep the model alive.
     """
-    beneath, model_of = epoch_logs_of(model), weakref.ref(model)
+    beneath, model_of = getattr(model, _NAME), weakref.ref(model)
 
     def logs_of_epoch(logs: Any) -> Any:
         call = calls.current()
         if call is None or call.kind != "fit":
             return beneath(logs)
-        remove_logs(model, logs_of_epoch)
+        end()
         return change(model, logs, beneath)
 
     def end() -> None:
         found, hook = model_of(), hook_of()
-        if found is not None and hook is not None:
-            remove_logs(found, hook)
+        # Another function may have been put in its place since.
+        if found is not None and hook is not None and patching.get(found, _NAME) is hook:
+            patching.remove(found, _NAME)
 
     hook_of = weakref.ref(logs_of_epoch)
-    put_logs(model, logs_of_epoch)
+    patching.put(model, _NAME, logs_of_epoch)
     return end
-
-
-def put_logs(model: keras.Model, function: Logs) -> None:
-    """Replaces the function that makes this model's logs of an epoch."""
-    patching.put(model, _NAME, function)
-
-
-def remove_logs(model: keras.Model, function: Logs | None = None) -> None:
-    """Restores the function of the model's class, unless another one than `function` was put last."""
-    found = patching.get(model, _NAME)
-    if found is not None and (function is None or found is function):
-        patching.remove(model, _NAME)
 
 
 # Keeps tfdist's frames out of the tracebacks that Keras shortens.

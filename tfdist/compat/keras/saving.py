@@ -272,14 +272,14 @@ def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> No
                 if not str(path).startswith(_scratch()):
                     setattr(callback, attribute, _in_scratch(path))
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
-            patching.put_method(callback, "_save_model", _save_checkpoint)
+            patching.put_method(callback, "_save_model", _write_model)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
-            patching.put_method(callback, "_save_model", _save_backup)
+            patching.put_method(callback, "_save_model", _write_backup)
             patching.put_method(callback, "on_train_begin", _restore_backup)
             patching.put_method(callback, "on_train_end", _remove_backup)
 
 
-def _save_checkpoint(callback: Any, epoch: int, batch: int | None, logs: Any) -> None:
+def _write_model(callback: Any, epoch: int, batch: int | None, logs: Any) -> None:
     agreement, path = _agreement(callback.model), callback.filepath
     if agreement is None:
         return type(callback)._save_model(callback, epoch, batch, logs)
@@ -294,7 +294,7 @@ def _save_checkpoint(callback: Any, epoch: int, batch: int | None, logs: Any) ->
         _intended.reset(intended)
 
 
-def _save_backup(callback: Any) -> None:
+def _write_backup(callback: Any) -> None:
     agreement = _agreement(callback.model)
     if agreement is None or agreement.is_chief:
         type(callback)._save_model(callback)
@@ -457,35 +457,32 @@ def share_checkpoints(task: str) -> None:
       task: name of this worker, such as "worker:1".
     """
 
-    def sharing(original: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            patching.put(self, "save", functools.partial(_save_checkpoint, self.save, task))
-            patching.put(self, "restore", functools.partial(_restore_checkpoint, self.restore))
+    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(saver: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+            if not tf.executing_eagerly() or not isinstance(file_prefix, str | os.PathLike):
+                return original(saver, file_prefix, *args, **kwargs)
+            prefix = os.fspath(file_prefix)
+            staged = f"{prefix}.of-{task.replace(':', '-')}"
+            written = original(saver, staged, *args, **kwargs)
+            written = written.numpy().decode() if isinstance(written, tf.Tensor) else os.fspath(written)
+            # A number may have been added.
+            target = prefix + written[len(staged) :]
+            with locked(target, fcntl.LOCK_EX):
+                publish_checkpoint(written, target)
+            return tf.constant(target)
 
-        return init
+        return save
 
-    patching.once(checkpoint.TrackableSaver, "__init__", sharing)
+    def restoring(original: Callable[..., Any]) -> Callable[..., Any]:
+        def restore(saver: Any, save_path: Any, *args: Any, **kwargs: Any) -> Any:
+            is_path = isinstance(save_path, str | os.PathLike)
+            with locked(os.fspath(save_path), fcntl.LOCK_SH) if is_path else contextlib.nullcontext():
+                return original(saver, save_path, *args, **kwargs)
 
+        return restore
 
-def _save_checkpoint(save: Callable[..., Any], task: str, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
-    if not tf.executing_eagerly() or not isinstance(file_prefix, str | os.PathLike):
-        return save(file_prefix, *args, **kwargs)
-    prefix = os.fspath(file_prefix)
-    staged = f"{prefix}.of-{task.replace(':', '-')}"
-    written = _text(save(staged, *args, **kwargs))
-    # A number may have been added.
-    target = prefix + written[len(staged) :]
-    with locked(target, fcntl.LOCK_EX):
-        publish_checkpoint(written, target)
-    return tf.constant(target)
-
-
-def _restore_checkpoint(restore: Callable[..., Any], save_path: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(save_path, str | os.PathLike):
-        return restore(save_path, *args, **kwargs)
-    with locked(os.fspath(save_path), fcntl.LOCK_SH):
-        return restore(save_path, *args, **kwargs)
+    patching.once(checkpoint.TrackableSaver, "save", saving)
+    patching.once(checkpoint.TrackableSaver, "restore", restoring)
 
 
 def publish_checkpoint(written: str, target: str) -> None:
@@ -524,10 +521,6 @@ def _lock(directory: int, kind: int) -> None:
         except OSError:
             # Some network file systems have no locks of directories.
             return None
-
-
-def _text(path: Any) -> str:
-    return path.numpy().decode() if isinstance(path, tf.Tensor) else os.fspath(path)
 
 
 # Restores a checkpoint into variables that Keras has declared, and creates later.
