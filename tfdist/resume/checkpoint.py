@@ -139,7 +139,7 @@ class CheckpointDirectory:
         self.release()
         self._path.mkdir(parents=True, exist_ok=True)
         before, until = self._read_owner(), time.monotonic() + _SILENT_SECS
-        while not _is_gone(owner := self._read_owner()) and time.monotonic() < until:
+        while (owner := self._read_owner()) and not _has_ended(owner) and time.monotonic() < until:
             if owner != before:
                 raise RuntimeError(
                     f"Resume(directory): another training writes to it, process {owner['process']} on {owner['host']}; "
@@ -255,10 +255,8 @@ class CheckpointDirectory:
         return [steps[step] for step in sorted(steps, reverse=True)]
 
 
-def _is_gone(owner: Mapping[str, Any] | None) -> bool:
-    """Returns True if there is no owner, or if it was a process of this machine that has ended."""
-    if owner is None:
-        return True
+def _has_ended(owner: Mapping[str, Any]) -> bool:
+    """Returns True if the owner was a process of this machine that has ended."""
     if owner["host"] != socket.gethostname():
         return False
     try:

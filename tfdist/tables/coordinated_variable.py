@@ -23,9 +23,9 @@ import tensorflow as tf
 
 from tfdist.compat.tensorflow import graphs, replicas, variables
 
-_SCATTERS = tuple(
-    f"scatter_{kind}" for kind in ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update")
-)
+_SCATTERS = ("add", "sub", "update", "max", "min", "mul", "div", "nd_add", "nd_sub", "nd_update")
+# Methods that write, which need no more than that the chief waits, and that the writes of a step are counted.
+_WRITES = ("assign_add", "assign_sub", "batch_scatter_update", *(f"scatter_{kind}" for kind in _SCATTERS))
 
 
 class CoordinatedVariable(variables.ServerVariable):
@@ -147,14 +147,6 @@ class CoordinatedVariable(variables.ServerVariable):
         operation = self.stored.assign_add if delta.sign > 0 else self.stored.assign_sub
         value = self._nearby(delta.value)
         return self._write(operation, value, use_locking=use_locking, name=name, read_value=read_value)
-
-    def assign_add(self, *args: Any, **kwargs: Any) -> Any:
-        """See `tf.Variable.assign_add`."""
-        return self._write(super().assign_add, *args, **kwargs)
-
-    def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
-        """See `tf.Variable.assign_sub`."""
-        return self._write(super().assign_sub, *args, **kwargs)
 
     def __getitem__(self, key: Any) -> tf.Tensor:
         """See `tf.Variable`; the result has `assign`."""
@@ -294,7 +286,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _scatter(name: str) -> Callable[..., Any]:
+def _writing(name: str) -> Callable[..., Any]:
     def write(self: CoordinatedVariable, *args: Any, **kwargs: Any) -> Any:
         return self._write(getattr(self.stored, name), *args, **kwargs)
 
@@ -303,8 +295,8 @@ def _scatter(name: str) -> Callable[..., Any]:
     return write
 
 
-for _name in (*_SCATTERS, "batch_scatter_update"):
-    setattr(CoordinatedVariable, _name, _scatter(_name))
+for _name in _WRITES:
+    setattr(CoordinatedVariable, _name, _writing(_name))
 
 
 class _Addition(NamedTuple):
