@@ -123,27 +123,24 @@ def _wrap_writers() -> None:
 def _wrap_writer(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            def write(path: Any) -> Any:
+                return original(model, path, *args, **kwargs)
+
             if not isinstance(filepath, str | os.PathLike):
-                return original(model, filepath, *args, **kwargs)
-            with announced_save(getattr(model, "distribute_strategy", None), os.fspath(filepath)):
-                return _saved(model, call, filepath, lambda path: original(model, path, *args, **kwargs))
+                return write(filepath)
+            agreement, path = _agreement(model), os.fspath(filepath)
+            with announced_save(getattr(model, "distribute_strategy", None), path):
+                if agreement is None:
+                    return write(filepath)
+                with agreement.calling(call):
+                    return _save_together(agreement, model, path, write)
 
         return save
 
     return wrap
 
 
-def _saved(model: Any, call: str, filepath: Any, save: Callable[[Any], Any]) -> Any:
-    """Saves by the chief alone, if the model is one of several workers."""
-    agreement = _agreement(model)
-    if agreement is None:
-        return save(filepath)
-    with agreement.calling(call):
-        return _save_together(agreement, model, filepath, save)
-
-
-def _save_together(agreement: Any, model: Any, filepath: Any, save: Callable[[str], Any]) -> None:
-    path = os.fspath(filepath)
+def _save_together(agreement: Any, model: Any, path: str, save: Callable[[str], Any]) -> None:
     # Workers that save under names of their own number them, or have them in directories of their own.
     place, name = _place(model), re.sub(r"[0-9]+", "#", pathlib.PurePath(path).name)
 
