@@ -503,7 +503,10 @@ def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def split_rows(slices: tf.IndexedSlices, sizes: Sequence[int]) -> list[tf.IndexedSlices]:
-    """Returns the slices of each shard, with indices within the shard; `sizes` are the shards' rows."""
+    """Returns the slices of each shard, each row once, with indices within the shard; `sizes` are the shards' rows."""
+    if isinstance(slices, RowsByShard):
+        return slices.map(merge_rows).pieces
+    slices = merge_rows(slices)
     if len(sizes) == 1:
         return [slices]
     shard, within = _places(slices.indices, sizes)
@@ -620,8 +623,7 @@ def _parts(
     rows: list[tf.Tensor | None] = [None] * len(sizes)
     for arg in args:
         if isinstance(arg, tf.IndexedSlices):
-            is_split = isinstance(arg, RowsByShard) and arg.sizes == tuple(sizes)
-            pieces: list[Any] = arg.map(merge_rows).pieces if is_split else split_rows(merge_rows(arg), sizes)
+            pieces: list[Any] = split_rows(arg, sizes)
             if is_lazy:
                 rows = [piece.indices for piece in pieces]
                 pieces = [piece.values for piece in pieces]
@@ -669,11 +671,10 @@ class RowPieces:
         for gradient, shards in zip(gradients, self._shards, strict=True):
             if len(shards) == 1:
                 entries.append(gradient)
-                continue
-            is_split = isinstance(gradient, RowsByShard)
-            pieces = gradient.pieces if is_split else split_rows(merge_rows(gradient), _rows_of_shards(shards))
-            # Without the shape, which would be one more tensor to send.
-            entries += [tf.IndexedSlices(piece.values, piece.indices) for piece in pieces]
+            else:
+                pieces = split_rows(gradient, _rows_of_shards(shards))
+                # Without the shape, which would be one more tensor to send.
+                entries += [tf.IndexedSlices(piece.values, piece.indices) for piece in pieces]
         return entries
 
     def joined(self, entries: Sequence[Any]) -> list[Any]:
