@@ -157,7 +157,7 @@ def _redirected(
         part = placement.current()
 
         def make() -> Any:
-            with scope(), placement.creating(part), colocate():
+            with scope(), placement.placed(part), colocate():
                 return tf.Variable(**{name: value for name, value in arguments.items() if name in _ARGUMENTS})
 
         return graphs.call_outside(make)

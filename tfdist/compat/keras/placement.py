@@ -33,15 +33,9 @@ _part_of: weakref.WeakKeyDictionary[keras.Layer, int] = weakref.WeakKeyDictionar
 
 
 class _Thread(threading.local):
-    """Parts that are entered in a thread.
+    """The part that is entered in a thread, by `placed`."""
 
-    Attributes:
-      making: of `placed`, where layers get the part.
-      creating: of `creating`, where variables get it.
-    """
-
-    making: int | None = None
-    creating: int | None = None
+    part: int | None = None
 
 
 _thread = _Thread()
@@ -55,19 +49,11 @@ def allow_placed_layers() -> None:
 
 
 @contextlib.contextmanager
-def placed(part: int) -> Iterator[None]:
-    """Within this block, layers and variables that are made belong to a part."""
-    before, _thread.making = _thread.making, part
-    try:
-        with creating(part):
-            yield
-    finally:
-        _thread.making = before
+def placed(part: int | None) -> Iterator[None]:
+    """Within this block, layers and variables that are made belong to a part; None changes nothing.
 
-
-@contextlib.contextmanager
-def creating(part: int | None) -> Iterator[None]:
-    """Within this block, variables of a strategy whose replicas span devices are made for a part, on its devices."""
+    Variables of a strategy whose replicas span devices are made on the devices of the part.
+    """
     if part is None:
         yield
         return
@@ -84,13 +70,13 @@ def creating(part: int | None) -> Iterator[None]:
         patching.put(variable, _PART, part)
         return variable
 
-    before, _thread.creating = _thread.creating, part
+    before, _thread.part = _thread.part, part
     count = len(layers.deferred())
     try:
         with tf.variable_creator_scope(create):
             yield
     finally:
-        _thread.creating = before
+        _thread.part = before
         for variable in layers.deferred()[count:]:
             # Of those that were declared in a block within this one, that has the part.
             if patching.get(variable, _PART) is None:
@@ -99,8 +85,8 @@ def creating(part: int | None) -> Iterator[None]:
 
 
 def current() -> int | None:
-    """Returns the part that variables of this thread are made for, to be entered in another thread."""
-    return _thread.creating
+    """Returns the part that is entered in this thread, to be entered in another one."""
+    return _thread.part
 
 
 def place(layer: keras.Layer, part: int) -> None:
@@ -155,13 +141,13 @@ def _replica() -> int:
 
 def _remember(layer: keras.Layer) -> None:
     # Models of layers run these where the layers are.
-    if _thread.making is not None and not isinstance(layer, keras.Sequential):
-        place(layer, _thread.making)
+    if _thread.part is not None and not isinstance(layer, keras.Sequential):
+        place(layer, _thread.part)
 
 
 def _initializing(part: int) -> contextlib.AbstractContextManager:
-    """The context of a variable that was declared in `creating`, unless it is made there."""
-    return creating(part if _thread.creating is None else None)
+    """The context of a variable that was declared in `placed`, unless it is made there."""
+    return placed(part if _thread.part is None else None)
 
 
 def _device(part: int) -> str | None:
@@ -184,7 +170,7 @@ def _around_placed(layer: weakref.ref[keras.Layer]) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def _placed_scope(part: int) -> Iterator[None]:
-    with creating(part), replicas.on_device(_device(part)):
+    with placed(part), replicas.on_device(_device(part)):
         yield
 
 

@@ -100,7 +100,7 @@ def move_to_part(strategy: Any, variable: Any, part: int) -> None:
         placement.give(variable, part)
         return
     value = variables.tf_variable(variable)
-    with strategy.scope(), placement.creating(part):
+    with strategy.scope(), placement.placed(part):
         variable._initialize(value.numpy())
 
 
