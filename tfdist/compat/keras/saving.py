@@ -498,26 +498,20 @@ def locked(prefix: str, kind: int) -> Iterator[None]:
         # Not on a mounted file system, as gs://.
         yield
         return
+    deadline = time.monotonic() + LOCK_SECS
     try:
-        _lock(directory, kind)
+        # Some network file systems have no locks of directories.
+        with contextlib.suppress(OSError):
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(directory, kind | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.01)
         yield
     finally:
         # Closing lets go of it.
         os.close(directory)
-
-
-def _lock(directory: int, kind: int) -> None:
-    deadline = time.monotonic() + LOCK_SECS
-    while True:
-        try:
-            return fcntl.flock(directory, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.01)
-        except OSError:
-            # Some network file systems have no locks of directories.
-            return None
 
 
 # Restores a checkpoint into variables that Keras has declared, and creates later.
