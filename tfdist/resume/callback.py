@@ -80,7 +80,8 @@ class Resume(keras.callbacks.Callback):
         self._checkpoints = checkpoint.CheckpointDirectory(path, max_to_keep, _log.say)
         self._path = path
         self._signals = preemption.Signals(signals, lambda: checkpoint.is_fitting(self.model, self))
-        self._others = preemption.Alone()
+        # Of several workers, while `fit` runs.
+        self._others: preemption.Together | None = None
         self._position: checkpoint.DataPosition | None = None
         self._step = self._saved_step = 0
         self._epoch = self._epoch_step = 0
@@ -111,8 +112,9 @@ class Resume(keras.callbacks.Callback):
         self._position = checkpoint.DataPosition(self.model)
         found = self._take_newest()
         self._saved_step = self._step
-        if self._signals.install():
-            self._others = self._meet_others()
+        agreement = self._agreement()
+        if self._signals.install() and agreement is not None:
+            self._others = preemption.Together(agreement, f"preemption/{next(_NUMBERS)}", _exit_now, _log.say)
         if found and self._epoch >= self.params["epochs"]:
             text = f"step {self._step} in {self._path} is the end of this training: nothing is left to train"
             self._announce(f"{text}; more epochs go on, and another directory begins anew")
@@ -166,7 +168,10 @@ class Resume(keras.callbacks.Callback):
         del logs
         # Also called here, because there may have been no epoch left.
         self._expect_position().began()
-        if self._others.is_ending(self._signals.received is not None):
+        is_ending = self._signals.received is not None
+        if self._others is not None:
+            is_ending = self._others.is_ending(is_ending)
+        if is_ending:
             self._leave()
         # Also after the last epoch was saved: callbacks such as EarlyStopping may have restored other weights.
         self._save(is_end=True)
@@ -176,8 +181,11 @@ class Resume(keras.callbacks.Callback):
             os.kill(os.getpid(), self._signals.received)
 
     def _is_due(self) -> bool:
+        is_requested = self._signals.received is not None
+        if self._others is None:
+            return is_requested
         is_synchronized = lambda: checkpoint.saved_state_of(self.model).is_synchronized  # noqa: E731
-        return self._others.is_due(self._step, self._signals.received is not None, is_synchronized)
+        return self._others.is_due(self._step, is_requested, is_synchronized)
 
     # Saving.
 
@@ -219,10 +227,10 @@ class Resume(keras.callbacks.Callback):
     def _leave(self) -> None:
         """Saves, and ends the program."""
         self._save()
-        self._others.saved()
-        name = f"{self._others.asked_by or 'another worker'} received a signal"
-        if self._signals.received:
-            name = signal.Signals(self._signals.received).name
+        name = signal.Signals(self._signals.received).name if self._signals.received else ""
+        if self._others is not None:
+            self._others.saved()
+            name = name or f"{self._others.asked_by or 'another worker'} received a signal"
         self._announce(f"{name}: step {self._step} is saved in {self._path}; ending with code {TRY_AGAIN_EXIT_CODE}")
         self._close()
         distribution = checkpoint.distribution_of(self.model)
@@ -287,12 +295,6 @@ class Resume(keras.callbacks.Callback):
         distribution = checkpoint.distribution_of(self.model)
         return distribution and distribution.agreement
 
-    def _meet_others(self) -> preemption.Alone:
-        agreement = self._agreement()
-        if agreement is None:
-            return preemption.Alone()
-        return preemption.Together(agreement, f"preemption/{next(_NUMBERS)}", _exit_now, _log.say)
-
     def _announce(self, line: str) -> None:
         agreement = self._agreement()
         if agreement is None or agreement.is_chief:
@@ -313,8 +315,9 @@ class Resume(keras.callbacks.Callback):
     def _close(self) -> None:
         self._signals.uninstall()
         self._checkpoints.release()
-        self._others.close()
-        self._others = preemption.Alone()
+        if self._others is not None:
+            self._others.close()
+            self._others = None
 
 
 def _exit_now() -> None:

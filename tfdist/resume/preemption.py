@@ -85,39 +85,7 @@ class Signals:
         os.kill(os.getpid(), number)
 
 
-class Alone:
-    """Preemption of a single process. `Together` implements the same methods for several workers.
-
-    Attributes:
-      asked_by: name of the other worker that has received a signal; "" if none is known.
-    """
-
-    asked_by = ""
-
-    def is_due(self, step: int, is_requested: bool, is_synchronized: Callable[[], bool]) -> bool:
-        """Returns True if the program must save and end after this step.
-
-        Args:
-          step: number of steps made.
-          is_requested: whether this process has received a signal.
-          is_synchronized: returns True if all workers are at the same step, because the step needed all of them.
-            Called only if a request is pending.
-        """
-        del step, is_synchronized
-        return is_requested
-
-    def is_ending(self, is_requested: bool) -> bool:
-        """Returns True if any worker has received a signal; all workers call it at the end of training."""
-        return is_requested
-
-    def saved(self) -> None:
-        """Notes that the checkpoint is written."""
-
-    def close(self) -> None:
-        """Ends the threads."""
-
-
-class Together(Alone):
+class Together:
     """Preemption of one of several workers, all of which save and end after the same step.
 
     Args:
@@ -125,6 +93,9 @@ class Together(Alone):
       name: unique name of this `fit`; the same on all workers.
       end: ends this process, if it does not end by itself.
       say: writes a line to the log.
+
+    Attributes:
+      asked_by: name of the other worker that has received a signal; "" if none is known.
     """
 
     def __init__(self, channel: Any, name: str, end: Callable[[], object], say: Callable[[str], object]) -> None:
@@ -132,6 +103,7 @@ class Together(Alone):
         self._name = name
         self._end = end
         self._say = say
+        self.asked_by = ""
         self._is_asked = threading.Event()
         self._is_closed = threading.Event()
         self._last_step: int | None = None
@@ -153,7 +125,14 @@ class Together(Alone):
                 self._await_all("acknowledged", _SILENT_SECS)
 
     def is_due(self, step: int, is_requested: bool, is_synchronized: Callable[[], bool]) -> bool:
-        """See `Alone.is_due`."""
+        """Returns True if the program must save and end after this step.
+
+        Args:
+          step: number of steps made.
+          is_requested: whether this process has received a signal.
+          is_synchronized: returns True if all workers are at the same step, because the step needed all of them.
+            Called only if a request is pending.
+        """
         is_asked = is_requested or (self._channel.is_chief and self._is_asked.is_set())
         if (self._last_step is None and not is_asked) or not is_synchronized():
             return False
@@ -162,12 +141,12 @@ class Together(Alone):
         return self._last_step is not None and step >= self._last_step
 
     def is_ending(self, is_requested: bool) -> bool:
-        """See `Alone.is_ending`."""
+        """Returns True if any worker has received a signal; all workers call it at the end of training."""
         own = is_requested or self._last_step is not None
         return any(self._channel.gather(own, "the end of training").values())
 
     def saved(self) -> None:
-        """See `Alone.saved`. The chief waits for the others, because the channel ends with its process."""
+        """Notes that the checkpoint is written. The chief waits for the others: the channel ends with its process."""
         if self._channel.is_chief:
             self._channel.publish(self._key("saved"), "1")
             late = self._await_all("ending", _END_SECS)
@@ -183,7 +162,7 @@ class Together(Alone):
         self._channel.publish(self._key(f"ending/{self._channel.task}"), "1")
 
     def close(self) -> None:
-        """See `Alone.close`."""
+        """Ends the thread."""
         _forks.not_at_exit(self.close)
         self._is_closed.set()
         if threading.current_thread() is not self._listener:
