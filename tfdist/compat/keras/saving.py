@@ -305,7 +305,7 @@ def _remove_backup(callback: Any, logs: Any = None) -> None:
     if agreement is None:
         remove()
     else:
-        agreement.from_chief(remove, "removing a backup", callback.backup_dir)
+        agreement.from_chief(remove, "removing a backup")
 
 
 def _restore_backup(callback: Any, logs: Any = None) -> None:
@@ -313,10 +313,11 @@ def _restore_backup(callback: Any, logs: Any = None) -> None:
     load = functools.partial(type(callback).on_train_begin, callback, logs)
     if agreement is None:
         return load()
-    what = "restoring a backup", callback.backup_dir
+    what = "restoring a backup"
     # The chief alone would notice no other before the end of training.
-    agreement.meet("the callback BackupAndRestore", what[0])
-    has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), *what)
+    with agreement.calling("the callback BackupAndRestore"):
+        agreement.gather(None, what)
+    has_backup = agreement.from_chief(lambda: tf.io.gfile.exists(callback._weights_path), what)
     if has_backup and model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
@@ -326,7 +327,7 @@ def _restore_backup(callback: Any, logs: Any = None) -> None:
         return calls.first_epoch_of(model)
 
     # Only the chief reads, so that all workers continue from the same state, whichever files each of them sees.
-    calls.begin_with_epoch(model, agreement.from_chief(restore, *what))
+    calls.begin_with_epoch(model, agreement.from_chief(restore, what))
     if has_backup:
         model.distribute_strategy.distribution.broadcast(_state(model))
     return None
