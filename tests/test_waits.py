@@ -27,8 +27,6 @@ _OF_SUBPROCESS = ("run", "call", "check_call", "check_output")
 _PATHS_AND_TEXTS = ("os.path", "posixpath", "shlex", "file_utils", "tf.strings", "clusters")
 
 ENDED_BY = {
-    "_sockets.py:LineServer._run": "self._stop.is_set()",
-    "_sockets.py:read_line": "settimeout",
     "compat/keras/saving.py:_appears": "deadline",
     "compat/keras/saving.py:_lock": "deadline",
     "doctor/measure.py:_connected": "deadline",
@@ -56,11 +54,13 @@ ENDED_BY = {
     "resume/checkpoint.py:CheckpointDirectory.take": "until",
     "resume/preemption.py:Together._receive": "check()",
     "coordination/keepalive.py:Keepalive._run": "self._ended",
-    "coordination/quorum_client.py:QuorumClient._connect": "until",
-    "coordination/quorum_client.py:QuorumClient._receive": "connection.recv",
-    "coordination/quorum_client.py:QuorumClient.wait": "check()",
+    "coordination/lines.py:Connection.read_line": "settimeout",
+    "coordination/lines.py:LineServer._accept": "self._make_room(",
+    "coordination/lines.py:LineServer._serve": "self.is_closing",
+    "coordination/quorum.py:QuorumClient._connect": "until",
+    "coordination/quorum.py:QuorumClient.wait": "check()",
     "coordination/rendezvous.py:_Search._ask_until_met": "self._stop.is_set()",
-    "coordination/rendezvous.py:_complete": "timeout_secs",
+    "coordination/rendezvous.py:_Search.complete": "timeout_secs",
     "coordination/round_runner.py:RoundRunner.collect": "self._check_the_silent()",
     "coordination/round_runner.py:RoundRunner.start": "is_over()",
     "coordination/stalls.py:StallReporter._run": "self._stop",
@@ -79,13 +79,10 @@ ENDED_BY = {
     "watching/watch.py:_follow": "refresh_secs",
 }
 # Reasons why a call without a timeout ends.
-_SELECTED = "select has found it readable"
 _BY_TIMEOUT_OF_SOCKET = "the socket has a timeout"
 _OF_DONE_FUTURE = "the future is done"
 _BY_QUEUE = "StepQueue.wait_until is behind it"
 UNBOUNDED = {
-    "_sockets.py:LineServer._accept": _SELECTED,
-    "_sockets.py:LineServer._receive": _SELECTED,
     "compat/tensorflow/graphs.py:call_outside": "runs one function of TensorFlow's that waits for no other process",
     "doctor/measure.py:_latency": _BY_TIMEOUT_OF_SOCKET,
     "doctor/measure.py:_pass": _BY_TIMEOUT_OF_SOCKET,
@@ -123,7 +120,7 @@ def waits(source: str, path: str) -> Iterator[Wait]:
 
     def within(node: ast.AST, names: tuple[str, ...], loop: ast.While | None) -> Iterator[Wait]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield from within(child, (*names, child.name), None)
                 continue
             if isinstance(child, ast.Call) and (is_bounded := _is_bounded(child, loop is not None)) is not None:

@@ -1,46 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets: "host:port" addresses as TensorFlow's gRPC servers understand them, listening, proofs, a server of lines.
-
-The port of a task is open to every host that reaches its machine. A hostile peer stays silent, sends garbage, never
-ends a line or connects a thousand times. It must neither delay a task of the job nor fill the memory. So the server
-waits for no single peer, and limits the length of a line and the time of a conversation. It closes the oldest
-connections when there are too many.
-
-No TensorFlow import.
-"""
+"""Sockets: "host:port" addresses as TensorFlow's gRPC servers understand them, listening, proofs. No TensorFlow."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import errno
 import functools
 import hmac
 import ipaddress
 import json
-import math
 import re
-import selectors
 import socket
-import threading
-import time
-from collections.abc import Callable, Generator
 from typing import Any
 
 from tfdist import _forks
 
-# Yields each line to send, or b"", and receives the peer's next line. Once it has returned, the peer closes first.
-Conversation = Generator[bytes, bytes, None]
-
-# Most open connections of peers that have not proved that they belong to the job.
-MOST_PEERS = 128
-# Longest time of a conversation from the first byte to the last; a task's conversation takes milliseconds.
-PEER_SECS = 10.0
-_JOIN_SECS = 5.0
-LINE_BYTES = 4096
-BACKLOG = 128
-# Error codes of a process, or a system, without free descriptors or buffers for another connection.
-_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LINE_BYTES = 1 << 14
+_BACKLOG = 128
 # Error codes of an address that no interface of this machine has.
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
 
@@ -149,7 +124,7 @@ def listen(port: int) -> socket.socket:
     Raises:
       OSError: the port is in use, on any interface, or may not be used.
     """
-    create = functools.partial(socket.create_server, ("", port), backlog=BACKLOG)
+    create = functools.partial(socket.create_server, ("", port), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         try:
             return _forks.keep(create(family=socket.AF_INET6, dualstack_ipv6=True))
@@ -168,219 +143,8 @@ def connection_error(address: str, timeout_secs: float) -> Exception | None:
     return None
 
 
-def read_line(connection: socket.socket, timeout_secs: float, prefix: bytes = b"") -> bytes:
-    """Reads a line; stops early if the data are too long, or don't begin with `prefix`.
-
-    Raises:
-      OSError: the connection broke, or no complete line arrived in time (TimeoutError).
-    """
-    line, until = b"", time.monotonic() + timeout_secs
-    while not line.endswith(b"\n") and len(line) < LINE_BYTES and line[: len(prefix)] == prefix[: len(line)]:
-        # The timeout is for the whole line, not for each byte.
-        left_secs = until - time.monotonic()
-        if left_secs <= 0:
-            raise TimeoutError("timed out")
-        connection.settimeout(left_secs)
-        data = connection.recv(LINE_BYTES)
-        if not data:
-            break
-        line += data
-    return line
-
-
-class Peer:
-    """A connection to a `LineServer`.
-
-    Attributes:
-      name: "host:port" at its other end.
-      reason: why the server closed it, as a clause after "which"; "" before.
-    """
-
-    def __init__(self, connection: socket.socket, name: str, until: float) -> None:
-        self.name, self.reason = name, ""
-        self._socket, self._until = connection, until
-        self._buffer = b""
-        self._is_done = False
-        self._conversation: Conversation
-
-    @property
-    def host(self) -> str:
-        """The host at its other end."""
-        return self.name.rpartition(":")[0]
-
-    def stay(self) -> None:
-        """Ends the time limit of the conversation: the peer has proved that it belongs to the job."""
-        self._until = math.inf
-
-
-class LineServer:
-    """Holds a conversation, line by line, with each peer that connects, until it is closed.
-
-    One thread runs all conversations. A conversation is a generator; it is closed when the connection is.
-
-    Args:
-      listener: listening socket, which the server closes at its end.
-      conversation: starts a conversation with a new peer.
-      clock: returns seconds, monotonic.
-      tick: called by the server's thread every `every_secs` seconds.
-      every_secs: interval of `tick`.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        conversation: Callable[[Peer], Conversation],
-        clock: Callable[[], float] = time.monotonic,
-        tick: Callable[[], object] | None = None,
-        every_secs: float = math.inf,
-    ) -> None:
-        self._listener = listener
-        self._conversation = conversation
-        self._clock = clock
-        self._tick, self._every_secs = tick, every_secs
-        self._next_tick = clock() + every_secs
-        # Oldest first.
-        self._peers: dict[Peer, None] = {}
-        # The peer whose conversation runs now.
-        self._talking: Peer | None = None
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tfdist-line-server", daemon=True)
-
-    def __enter__(self) -> LineServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the thread and all connections; may be called again, also by a conversation."""
-        self._stop.set()
-        with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_SECS)
-        for each in (self._wake, self._woken, self._listener):
-            each.close()
-
-    @property
-    def is_closing(self) -> bool:
-        """True once the server ends, and all conversations with it."""
-        return self._stop.is_set()
-
-    def send(self, peer: Peer, line: bytes) -> None:
-        """Sends a line; called in conversations and by `tick`. Closes a connection that has not taken earlier lines."""
-        if peer not in self._peers or peer.reason:
-            return
-        try:
-            if peer._socket.send(line) < len(line):
-                self.drop(peer, "does not read what it is sent")
-        except OSError as error:
-            self.drop(peer, f"broke the connection ({error.strerror or error})")
-
-    def drop(self, peer: Peer, reason: str = "") -> None:
-        """Closes a connection, in conversations and by `tick`."""
-        peer.reason = peer.reason or reason
-        # A conversation that runs is closed when it waits again.
-        if peer is self._talking or peer not in self._peers:
-            return
-        del self._peers[peer]
-        self._selector.unregister(peer._socket)
-        peer._socket.close()
-        peer._conversation.close()
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                for key, _ in self._selector.select(self._next_timeout_secs()):
-                    if isinstance(key.data, Peer):
-                        if key.data in self._peers:
-                            self._receive(key.data)
-                    elif key.fileobj is self._listener:
-                        self._accept()
-                now = self._clock()
-                for peer in [each for each in self._peers if each._until <= now]:
-                    self.drop(peer, f"took longer than {PEER_SECS:.0f} s")
-                if self._tick is not None and now >= self._next_tick:
-                    self._next_tick = now + self._every_secs
-                    self._tick()
-        finally:
-            self._stop.set()
-            for peer in list(self._peers):
-                self.drop(peer)
-            self._selector.close()
-
-    def _next_timeout_secs(self) -> float | None:
-        until = min((peer._until for peer in self._peers), default=math.inf)
-        until = min(until, self._next_tick)
-        return None if until == math.inf else max(0.0, until - self._clock())
-
-    def _accept(self) -> None:
-        try:
-            connection, address = self._listener.accept()
-        except OSError as error:
-            if error.errno in _NO_RESOURCES:
-                self._make_room("stayed silent while no more could be opened")
-                self._stop.wait(0.01)  # If no peer could be closed, other parts of the program must free descriptors.
-            return
-        if len(self._strangers()) >= MOST_PEERS:
-            self._make_room(f"was one of more than {MOST_PEERS} strangers")
-        _forks.keep(connection).setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # An address of IPv4 as one of IPv6 (RFC 4291).
-        host = address[0].removeprefix("::ffff:")
-        peer = Peer(connection, f"{host}:{address[1]}", self._clock() + PEER_SECS)
-        peer._conversation = self._conversation(peer)
-        self._peers[peer] = None
-        self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._talk(peer, lambda: next(peer._conversation))
-
-    def _strangers(self) -> list[Peer]:
-        return [peer for peer in self._peers if peer._until != math.inf]
-
-    def _make_room(self, reason: str) -> None:
-        """Closes the oldest connection of a stranger from the host with the most of them.
-
-        So a flood from one host closes no connection of another host. A task on the flooding host is still served if it
-        completes its conversation before `MOST_PEERS` newer connections.
-        """
-        if strangers := self._strangers():
-            ((host, _),) = collections.Counter(peer.host for peer in strangers).most_common(1)
-            self.drop(next(peer for peer in strangers if peer.host == host), reason)
-
-    def _receive(self, peer: Peer) -> None:
-        try:
-            data = peer._socket.recv(LINE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self.drop(peer, f"broke the connection ({error.strerror or error})")
-            return
-        if not data or peer._is_done:
-            self.drop(peer, "sent more than it was to" if data else "closed the connection")
-            return
-        peer._buffer += data
-        while b"\n" in peer._buffer and not peer._is_done and peer in self._peers:
-            line, _, peer._buffer = peer._buffer.partition(b"\n")
-            self._talk(peer, lambda line=line: peer._conversation.send(line))
-        if len(peer._buffer) > LINE_BYTES:
-            self.drop(peer, "sent a line without an end")
-
-    def _talk(self, peer: Peer, answer: Callable[[], bytes]) -> None:
-        self._talking, line = peer, b""
-        try:
-            line = answer()
-        except StopIteration:
-            # The peer closes first, so that the TIME_WAIT state is on its side and a server can bind this port.
-            peer._is_done = True
-        finally:
-            self._talking = None
-        if peer.reason:
-            self.drop(peer)
-        elif line:
-            self.send(peer, line)
+def read_line(connection: socket.socket, timeout_secs: float) -> bytes:
+    """Reads a line of at most `LINE_BYTES`, the last one of a connection; raises OSError if none arrives in time."""
+    connection.settimeout(timeout_secs)
+    with connection.makefile("rb") as file:
+        return file.readline(LINE_BYTES)

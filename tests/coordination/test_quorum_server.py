@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quorum server: sends the same verdicts to all workers, accepts only clients with the secret, and reports losses."""
+"""Quorum: all workers get the same verdicts, only clients with the secret are accepted, and losses are reported."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tfdist
 from tfdist import _sockets
-from tfdist.coordination import quorum_server as wire
-from tfdist.coordination.quorum_client import QuorumClient
-from tfdist.coordination.quorum_server import Act, QuorumServer, Verdict, WorkerReport
+from tfdist.coordination import lines, quorum
+from tfdist.coordination.quorum import Act, Kind, QuorumClient, QuorumServer, Verdict, WorkerReport, pack, unpack
 from tfdist.policies import Outcome
 
 SECRET = b"the secret of this job"
+GREETING = b"tfdist quorum-4 worker:0 nonce\n"
+CLAIM = b"tfdist quorum-4 worker:0 nonce proof\n"
 
 
 class Job:
@@ -69,14 +73,35 @@ def job(num_workers: int, spares: int) -> Iterator[Job]:
         running.server.close()
 
 
+COUNTS = st.integers(0, 2**64)
+SECS = st.floats(0, 1e9)
+WORKERS = st.lists(st.integers(0, 999), max_size=50).map(tuple)
+
+
+@given(
+    st.builds(WorkerReport, st.sampled_from(Act), COUNTS, COUNTS, COUNTS, SECS)
+    | st.builds(Verdict, st.sampled_from(Kind), COUNTS, WORKERS, COUNTS, WORKERS, SECS, SECS)
+)
+@settings(max_examples=50)
+def test_messages_come_back_as_they_were(message: WorkerReport | Verdict):
+    assert unpack(type(message), pack(message)) == message
+
+
+@pytest.mark.parametrize("line", [b"", b"\xff", b"no JSON", b"7", b"[1]", b"[1, 2, 3, 4, 5, 6, 7, 8]", b"[" * 9999])
+def test_any_other_line_is_a_protocol_error(line: bytes):
+    for kind in (WorkerReport, Verdict):
+        with pytest.raises(lines.ProtocolError, match=f"sent no {kind.__name__}"):
+            unpack(kind, line)
+
+
 # Rounds.
 
 
 def test_start_read_with_its_arrival_keeps_the_workers_time():
     with job(2, spares=1) as running:
         # The server reads both reports of a worker together, as after a pause of its thread.
-        reports = WorkerReport(Act.STARTED, 1, 0).pack() + WorkerReport(Act.ARRIVED, 1, 0, 4, 0.25).pack()
-        running.clients[1]._socket.sendall(reports)
+        reports = pack(WorkerReport(Act.STARTED, 1, 0)) + pack(WorkerReport(Act.ARRIVED, 1, 0, 4, 0.25))
+        running.clients[1]._connection.socket.sendall(reports)
         running.verdicts(0)
         update = running.server.update_of(1)
     assert update is not None
@@ -97,7 +122,7 @@ def test_all_hear_the_same_and_late_ones_are_dropped():
             running.clients[second].arrived(1, step, 5, 0.01)
             verdicts = running.verdicts(step)
             assert len(set(verdicts)) == 1 and verdicts[0] is not None
-            assert verdicts[0].contributors() == (first, second)
+            assert verdicts[0].workers == (first, second)
             assert verdicts[0].count == 9
             # Which was late before is counted with this update, if its gradient came in time for that.
             running.clients[late].arrived(1, step, 4, 0.01)
@@ -111,7 +136,7 @@ def test_who_has_not_started_yet_hears_the_verdict_when_it_asks():
             assert running.clients[0].wait(1, step) is not None
         for step in range(3):
             verdict = running.clients[2].wait(1, step)
-            assert verdict is not None and verdict.contributors() == (0,)
+            assert verdict is not None and verdict.workers == (0,)
 
 
 def test_dropped_gradients_are_reported_with_the_next_update():
@@ -122,7 +147,7 @@ def test_dropped_gradients_are_reported_with_the_next_update():
         # The same connection keeps the order: it is heard before this.
         running.contribute(1, 1)
         verdict = running.verdicts(1)[0]
-        assert verdict is not None and (verdict.contributors(), verdict.dropped()) == ((1,), (1,))
+        assert verdict is not None and (verdict.workers, verdict.dropped) == ((1,), (1,))
         # The log of the chief counts it, too.
         update = running.server.update_of(2)
     assert update is not None
@@ -142,7 +167,7 @@ def test_a_pass_ends_for_all_and_what_had_arrived_is_given_up():
         running.contribute(0, 0, number=2, examples=1)
         running.contribute(1, 0, number=2, examples=1)
         verdicts = running.verdicts(0, number=2)
-        assert verdicts[0] is not None and (verdicts[0].contributors(), verdicts[0].count) == ((0, 1), 2)
+        assert verdicts[0] is not None and (verdicts[0].workers, verdicts[0].count) == ((0, 1), 2)
         # Passes within a pass end by themselves: those of a `fit` in a callback.
         running.contribute(0, 1, number=4)
         running.clients[1].want(4, 1)
@@ -177,8 +202,7 @@ def test_an_update_that_nobody_gets_on_with_is_an_error_that_names_them():
     policy.begin(3, "test")
     server = QuorumServer(policy, names, SECRET)
     server.start()
-    # Seconds of this clock pass when the test says so, and then the server has been silent for long, too.
-    client = QuorumClient(("127.0.0.1", server.port), 0, names, SECRET, silence_secs=1e9, clock=lambda: now[0])
+    client = QuorumClient(("127.0.0.1", server.port), 0, names, SECRET, clock=lambda: now[0])
     waits = []
 
     def look() -> None:
@@ -220,9 +244,9 @@ def test_a_false_server_is_found_out():
         def pretend() -> None:
             accepted, _ = server.accept()
             with accepted:
-                accepted.sendall(wire.greeting("nonce"))
+                accepted.sendall(GREETING)
                 accepted.recv(1000)
-                accepted.sendall(b"0" * 64 + b"\n")
+                accepted.sendall(b"tfdist " + b"0" * 64 + b"\n")
 
         thread = threading.Thread(target=pretend)
         thread.start()
@@ -231,9 +255,7 @@ def test_a_false_server_is_found_out():
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(200), bytes(100_000), b"tfdist-quorum-3 0 nonce proof\n"]
-)
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(200), bytes(100_000), CLAIM])
 def test_garbage_is_cut_off_and_disturbs_nobody(garbage: bytes):
     with job(2, spares=0) as running:
         with _raw(running) as stranger, contextlib.suppress(ConnectionError):
@@ -252,7 +274,7 @@ def test_a_second_worker_of_the_same_number_is_refused():
         running.assert_updates_are_made()
 
 
-@pytest.mark.parametrize("words", [b"", b"tfdist-quorum-3", b"tfdist-quorum-3 0 nonce proof\n"])
+@pytest.mark.parametrize("words", [b"", b"tfdist", CLAIM])
 def test_strangers_that_came_first_and_stay_keep_no_client_out(words: bytes):
     with job(0, spares=0) as running, contextlib.ExitStack() as stack:
         for _ in range(200):
@@ -261,20 +283,21 @@ def test_strangers_that_came_first_and_stay_keep_no_client_out(words: bytes):
         running.assert_updates_are_made()
 
 
-def test_a_client_that_gave_way_to_strangers_reconnects():
+def test_a_client_that_gave_way_to_strangers_reconnects(monkeypatch: pytest.MonkeyPatch):
     with job(0, spares=0) as running, contextlib.ExitStack() as stack:
         tried = threading.Event()
 
-        class Slow(QuorumClient):
-            def _introduce(self, connection: socket.socket, secret: bytes) -> None:
+        class Slow(lines.Connection):
+            def introduce(self, *args: Any) -> None:
                 if not tried.is_set():
                     tried.set()
                     crowd = [stack.enter_context(_raw(running)) for _ in range(200)]
                     # The last was greeted, so all before it were accepted.
                     assert crowd[-1].recv(1000)
-                super()._introduce(connection, secret)
+                super().introduce(*args)
 
-        running.clients += [Slow(running.address, 0, running.names, SECRET), running.join(1)]
+        monkeypatch.setattr(lines, "Connection", Slow)
+        running.clients += [running.join(0), running.join(1)]
         running.assert_updates_are_made()
 
 
@@ -332,29 +355,20 @@ def test_an_error_of_the_policy_is_the_chiefs_and_blames_no_worker(kind: type[Ex
         assert not running.clients[0].lost and not running.clients[1].lost
 
 
-def test_a_silent_server_is_an_error():
+def test_a_silent_server_is_an_error(monkeypatch: pytest.MonkeyPatch):
     """One that accepts, proves who it is, and then says nothing any more."""
-    done = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    monkeypatch.setattr(quorum, "SILENCE_SECS", 0.5)
 
-        def answer_once() -> None:
-            accepted, _ = server.accept()
-            with accepted:
-                accepted.sendall(wire.greeting("nonce"))
-                claim = _sockets.read_line(accepted, 30)
-                accepted.sendall(wire.read_claim(claim, SECRET, 1, "nonce")[1])
-                done.wait(60)
+    def silent(peer: lines.Peer) -> lines.Conversation:
+        _, answer = yield from lines.identify(SECRET, "quorum-4", "worker:0")
+        yield answer
 
-        thread = threading.Thread(target=answer_once)
-        thread.start()
-        client = QuorumClient(server.getsockname()[:2], 0, ["worker:0"], SECRET, silence_secs=0.0)
-        try:
-            with pytest.raises(ConnectionError, match="has been silent for 0 s"):
-                client.wait(1, 0)
-        finally:
-            done.set()
-            client.close()
-            thread.join()
+    listener = _sockets.listen(0)
+    with lines.LineServer(listener, silent):
+        client = QuorumClient(("127.0.0.1", listener.getsockname()[1]), 0, ["worker:0"], SECRET)
+        with pytest.raises(ConnectionError, match=r"has been silent for 0\.5 s"):
+            client.wait(1, 0)
+        client.close()
 
 
 def test_a_line_of_frames_from_the_future_costs_only_its_sender():

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist import Cluster, Task, _sockets
-from tfdist.coordination import rendezvous
+from tfdist import Cluster, Task, _log
+from tfdist.cluster import digest_of
+from tfdist.coordination import lines, rendezvous
 from tfdist.launchers.supervise.processes import PortReservation
 
 
@@ -22,6 +23,15 @@ def cluster(ports, index: int, **changed: str) -> Cluster:
     return Cluster(
         {"worker": addresses | {int(key[1:]): value for key, value in changed.items()}}, Task("worker", index)
     )
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines of those who wait."""
+    found: list[str] = []
+    monkeypatch.setattr(_log, "say", found.append)
+    monkeypatch.setattr(rendezvous, "_SAY_EVERY_SECS", 0.2)
+    return found
 
 
 def test_all_meet():
@@ -48,24 +58,22 @@ def test_the_port_is_free_again_for_the_server():
                 assert server.getsockname()[1] == port
 
 
-def test_the_missing_are_named_with_the_reason():
+def test_the_missing_are_named_with_the_reason(said: list[str]):
     with PortReservation(3) as reserved:
         described = cluster(reserved.ports, 0, _2="no-such-host.invalid:2222")
-        lines: list[str] = []
         with pytest.raises(TimeoutError) as error:
-            rendezvous.meet(described, 0.5, every_secs=0.2, write=lines.append)
-    for text in (str(error.value), lines[-1]):
+            rendezvous.meet(described, 0.5)
+    for text in (str(error.value), said[-1]):
         assert f"worker:1 at 127.0.0.1:{reserved.ports[1]} (connection refused)" in text
         assert "worker:2 at no-such-host.invalid:2222 (" in text
-    assert lines[0].startswith("tfdist worker:0: waiting for worker:1 at")
+    assert said[0].startswith("tfdist worker:0: waiting for worker:1 at")
 
 
-def test_who_waits_has_a_name_also_where_it_is_no_task():
-    with PortReservation(1) as reserved:
-        described, lines = cluster(reserved.ports, 0), []
-        with pytest.raises(TimeoutError):
-            rendezvous.reach(described, described.tasks, 0.5, every_secs=0.2, write=lines.append, name="chief")
-    assert lines[0].startswith("tfdist chief: waiting for worker:0 at")
+def test_who_waits_has_a_name_also_where_it_is_no_task(said: list[str]):
+    with PortReservation(1) as reserved, pytest.raises(TimeoutError):
+        described = cluster(reserved.ports, 0)
+        rendezvous.reach(described, described.tasks, 0.5, lambda: None, "chief")
+    assert said[0].startswith("tfdist chief: waiting for worker:0 at")
 
 
 def test_a_port_in_use_is_said_at_once():
@@ -76,7 +84,7 @@ def test_a_port_in_use_is_said_at_once():
     assert f"Received: 127.0.0.1:{port}" in str(error.value)
 
 
-def test_a_server_of_another_kind_has_met_all_already():
+def test_a_server_of_another_kind_has_met_all_already(said: list[str]):
     with PortReservation(1) as reserved, socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer_as_tensorflow() -> None:
@@ -85,10 +93,9 @@ def test_a_server_of_another_kind_has_met_all_already():
 
         thread = threading.Thread(target=answer_as_tensorflow)
         thread.start()
-        lines: list[str] = []
-        rendezvous.meet(cluster([reserved.ports[0], server.getsockname()[1]], 0), 30, write=lines.append)
+        rendezvous.meet(cluster([reserved.ports[0], server.getsockname()[1]], 0), 30)
         thread.join()
-    assert lines == []
+    assert said == []
 
 
 @pytest.mark.parametrize(
@@ -96,17 +103,23 @@ def test_a_server_of_another_kind_has_met_all_already():
     [
         (b"", "closed the connection"),
         (b"tfdist 0000 worker:1 nonce\n", "its TF_CONFIG differs"),
-        (b"tfdist", "its TF_CONFIG differs"),
+        (b"tfdist\n", "its TF_CONFIG differs"),
+        (b"tfdist DIGEST worker:0 nonce\n", "says that it is 'worker:0'"),
+        *[(each, "") for each in (b"tfdist \xff\xfe \xff \xff\n", b"tfdist" + bytes(9000), b"\xff", b"\n")],
     ],
 )
-def test_a_wrong_answer_is_no_meeting(answer, reason):
-    assert reason in rendezvous.judge(answer, cluster([1, 2], 0), Task("worker", 1))
+def test_a_wrong_answer_is_a_reason(answer: bytes, reason: str):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        described = cluster([1, server.getsockname()[1]], 0)
 
+        def give() -> None:
+            with server.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.sendall(answer.replace(b"DIGEST", digest_of(described.training_tasks).encode()))
 
-def test_an_address_that_leads_to_another_task_is_said():
-    described = cluster([1, 2], 0)
-    answer = rendezvous.hello(described, "nonce")
-    assert rendezvous.judge(answer, described, Task("worker", 1)) == "the task there says that it is 'worker:0'"
+        thread = threading.Thread(target=give)
+        thread.start()
+        assert reason in str(rendezvous.ask(described, Task("worker", 1)) or 1)
+        thread.join()
 
 
 # Strangers.
@@ -132,7 +145,7 @@ def crowd(stack: contextlib.ExitStack, address: tuple[str, int], count: int, wor
 def test_strangers_that_came_first_and_stay_delay_no_meeting(words: bytes, secret: str):
     with PortReservation(2) as reserved, contextlib.ExitStack() as stack:
         address, met = stack.enter_context(listening(cluster(reserved.ports, 0), secret))
-        crowd(stack, address, 3 * _sockets.MOST_PEERS, words)
+        crowd(stack, address, 3 * lines.MOST_PEERS, words)
         assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0), secret.encode()) is None
         assert met == ["worker:1"]
 
@@ -147,16 +160,10 @@ def test_endless_data_are_cut_off():
 
 
 def test_a_stranger_cannot_say_that_it_is_a_task():
-    with PortReservation(2) as reserved, listening(cluster(reserved.ports, 0), "a secret") as (address, met):
+    with PortReservation(2) as reserved, listening(cluster(reserved.ports, 0), "a secret") as (_, met):
         described = cluster(reserved.ports, 1)
         for guessed in ("", "another"):
             assert "TFDIST_JOB_SECRET" in str(rendezvous.ask(described, Task("worker", 0), guessed.encode()))
-        with socket.create_connection(address, 10) as stranger, stranger.makefile("rb") as lines:
-            hello = lines.readline().decode().split()
-            # What the task proves elsewhere is no proof here: it is of another nonce.
-            stranger.sendall(rendezvous.hello(described, hello[3], hello[3] + "0"))
-            stranger.sendall(rendezvous.MET)
-            assert lines.readline() == rendezvous.REFUSED
         assert met == []
         assert rendezvous.ask(described, Task("worker", 0), b"a secret") is None
         assert met == ["worker:1"]
@@ -164,9 +171,9 @@ def test_a_stranger_cannot_say_that_it_is_a_task():
 
 def test_all_meet_under_a_secret_that_is_not_sent():
     seen: list[bytes] = []
+    read = lines.Connection.read_line
     with PortReservation(3) as reserved, ThreadPoolExecutor(3) as pool, pytest.MonkeyPatch.context() as patch:
-        read = rendezvous._read_line
-        patch.setattr(rendezvous, "_read_line", lambda connection: seen.append(read(connection)) or seen[-1])
+        patch.setattr(lines.Connection, "read_line", lambda *given: seen.append(read(*given)) or seen[-1])
         described = [cluster(reserved.ports, index) for index in range(3)]
         meetings = [pool.submit(rendezvous.meet, each, 30, secret="a secret") for each in described]
         assert [meeting.result() for meeting in meetings] == [None] * 3
@@ -177,7 +184,7 @@ def test_a_false_task_at_a_tasks_address_is_no_meeting_under_a_secret():
     with PortReservation(1) as reserved, socket.create_server(("127.0.0.1", 0)) as server:
         described = cluster([reserved.ports[0], server.getsockname()[1]], 0)
         answers = [b"\x00\x00\x1e\x04\x00\x00\x00\x00\x00"]  # as TensorFlow's server
-        answers.append(rendezvous.hello(described.with_task(Task("worker", 1)), "nonce"))
+        answers.append(f"tfdist {digest_of(described.training_tasks)} worker:1 nonce\n".encode())
 
         def pretend() -> None:
             for number in itertools.count():
@@ -192,20 +199,6 @@ def test_a_false_task_at_a_tasks_address_is_no_meeting_under_a_secret():
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(TimeoutError, match=r"worker:1 at .*(not proved|TFDIST_JOB_SECRET)"):
-            rendezvous.meet(described, 1.0, write=lambda line: None, secret="a secret")
+            rendezvous.meet(described, 1.0, secret="a secret")
         server.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
-
-@pytest.mark.parametrize("garbage", [b"tfdist \xff\xfe \xff \xff\n", b"tfdist" + bytes(9000), b"tfdist\n", b"\xff"])
-def test_garbage_at_a_tasks_address_is_a_reason(garbage: bytes):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            with server.accept()[0] as connection, contextlib.suppress(OSError):
-                connection.sendall(garbage)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        assert rendezvous.ask(cluster([1, server.getsockname()[1]], 0), Task("worker", 1)) is not None
         thread.join()

@@ -13,7 +13,7 @@ import pytest
 
 import tfdist
 from tfdist import engines
-from tfdist.coordination.quorum_server import Kind, Verdict, update_marks
+from tfdist.coordination.quorum import Kind, Verdict
 from tfdist.engines.base import Engine
 from tfdist.engines.quorum import QuorumEngine, QuorumSums
 from tfdist.engines.threads import ThreadedEngine
@@ -96,8 +96,8 @@ def test_gradient_dropped_after_a_verdict_counts_with_the_next():
     engine = _quorum()
     engine.close()
 
-    def counted(step: int, *contributors_and_dropped: tuple[int, ...]) -> list[tuple[float, Outcome]]:
-        verdict = Verdict(Kind.UPDATE, step, update_marks(3, *contributors_and_dropped))
+    def counted(step: int, workers: tuple[int, ...], dropped: tuple[int, ...]) -> list[tuple[float, Outcome]]:
+        verdict = Verdict(Kind.UPDATE, step, workers, dropped=dropped)
         return [(each.start, each.outcome) for each in engine._own_gradients(verdict)]
 
     engine._computed = [(0, 0.0, 1.0, 0.0), (1, 1.0, 2.0, 0.0)]

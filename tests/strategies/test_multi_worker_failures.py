@@ -166,7 +166,9 @@ def test_an_evaluator_works_alone_whether_it_is_listed_or_not(tmp_path: pathlib.
 def test_ctrl_c_ends_the_wait_for_a_worker(tmp_path: pathlib.Path):
     # The line that is waited for comes from the rendezvous itself.
     script = "from tfdist.coordination import rendezvous\n"
-    script += "rendezvous.meet(cluster, 300, every_secs=0.2, write=lambda line: print(line, flush=True))"
+    script += "rendezvous._SAY_EVERY_SECS = 0.2\n"
+    script += "rendezvous._log.say = lambda line: print(line, flush=True)\n"
+    script += "rendezvous.meet(cluster, 300)"
     with process_cluster.workers(script, tmp_path, started=1) as (worker,):
         worker.wait_for_output("waiting for worker:1")
         worker.interrupt()

@@ -39,8 +39,7 @@ from tfdist.compat.keras.calls import Call
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.tensorflow import replicas
 from tfdist.coordination import delay_hook, keepalive, stalls, worker_waits
-from tfdist.coordination.quorum_client import QuorumClient
-from tfdist.coordination.quorum_server import Verdict
+from tfdist.coordination.quorum import QuorumClient, Verdict
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
 from tfdist.passes import handle as handles
@@ -189,7 +188,7 @@ class QuorumEngine(Engine):
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         self._step += 1
         self._record(_update(verdict, self._own_gradients(verdict), self._clock(), opened_at), verdict.count)
-        is_contributor = self._worker in verdict.contributors()
+        is_contributor = self._worker in verdict.workers
         return _given(current) if is_contributor else traced.nothing
 
     def _own_gradients(self, verdict: Verdict) -> tuple[Contribution, ...]:
@@ -200,9 +199,9 @@ class QuorumEngine(Engine):
         """
         with self._changed:
             computed, self._computed = self._computed, []
-        accepted = [computed.pop()] if computed and self._worker in verdict.contributors() else []
+        accepted = [computed.pop()] if computed and self._worker in verdict.workers else []
         # The server has counted all others with an earlier update: those of a pass that has ended.
-        waiting, num_dropped = self._uncounted + computed, verdict.dropped().count(self._worker)
+        waiting, num_dropped = self._uncounted + computed, verdict.dropped.count(self._worker)
         dropped, self._uncounted = waiting[:num_dropped], waiting[max(num_dropped, len(self._uncounted)) :]
         found = []
         for outcome, gradients in ((Outcome.DROPPED, dropped), (Outcome.ACCEPTED, accepted)):
@@ -270,11 +269,11 @@ def _given(current: _Round) -> list[tf.Tensor]:
 
 
 def _update(verdict: Verdict, own: tuple[Contribution, ...], now: float, opened_at: float) -> Update:
-    contributors = verdict.contributors()
+    contributors = verdict.workers
     return Update(
         step=verdict.step + 1,
         contributors=contributors,
-        dropped=verdict.dropped(),
+        dropped=verdict.dropped,
         # Synchronous policies accept gradients of the current step only.
         staleness=(0,) * len(contributors),
         wait_secs=verdict.wait_secs,

@@ -126,7 +126,7 @@ def attach(
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")]
         # The chief of an embedded cluster is no task of it, because it has no address.
         check = embedded.check if embedded else check_none_ended(set(map(str, servers)))
-        rendezvous.reach(cluster, servers, start_timeout_secs, check=check, name="chief" if embedded else None)
+        rendezvous.reach(cluster, servers, start_timeout_secs, check, "chief" if embedded else str(cluster.task))
         attachment.watch()
     except BaseException:
         attachment.close()

@@ -23,8 +23,7 @@ from tfdist import _forks, _machine, _sockets
 from tfdist import cluster as clusters
 from tfdist.compat.tensorflow import context
 from tfdist.coordination import keepalive, rendezvous, worker_waits
-from tfdist.coordination.quorum_client import QuorumClient
-from tfdist.coordination.quorum_server import QuorumServer
+from tfdist.coordination.quorum import QuorumClient, QuorumServer
 from tfdist.coordination.usage import Usage
 from tfdist.engines.agreement import SEEDING, Agreement
 from tfdist.launchers.supervise.notices import check_none_ended

@@ -18,7 +18,7 @@ from tfdist.compat.keras import calls, saving
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.tensorflow import collectives, context, inputs, replicas
 from tfdist.coordination import stalls
-from tfdist.coordination.quorum_server import QuorumServer
+from tfdist.coordination.quorum import QuorumServer
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.quorum import QuorumEngine, QuorumSums

@@ -11,37 +11,38 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist import Cluster, Task, _sockets
-from tfdist.coordination import rendezvous
+from tfdist.coordination import lines, rendezvous
 from tfdist.launchers.supervise.processes import PortReservation
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 TWO = Cluster({"worker": {0: "127.0.0.1:1", 1: "127.0.0.1:2"}}, Task("worker", 0))
 
 
-def echo(peer: _sockets.Peer) -> _sockets.Conversation:
+def echo(peer: lines.Peer) -> lines.Conversation:
     line = yield b"hello\n"
     while line != b"bye":
         line = yield line + b"\n"
 
 
 @contextlib.contextmanager
-def serving(**options) -> Iterator[tuple[str, int]]:
-    with PortReservation(1) as reserved, _sockets.LineServer(_sockets.listen(reserved.ports[0]), echo, **options):
+def serving() -> Iterator[tuple[str, int]]:
+    with PortReservation(1) as reserved, lines.LineServer(_sockets.listen(reserved.ports[0]), echo):
         yield "127.0.0.1", reserved.ports[0]
 
 
 def talk(address: tuple[str, int], *words: bytes) -> list[bytes]:
-    with socket.create_connection(address, 30) as peer, peer.makefile("rb") as lines:
-        heard = [lines.readline()]
+    with socket.create_connection(address, 30) as peer, peer.makefile("rb") as answers:
+        heard = [answers.readline()]
         for each in words:
             peer.sendall(each)
-            heard.append(lines.readline())
+            heard.append(answers.readline())
     return heard
 
 
@@ -56,8 +57,8 @@ def test_many_talk_at_once():
         for peer in reversed(peers):
             peer.sendall(b"line\n")
         for peer in peers:
-            with peer.makefile("rb") as lines:
-                assert [lines.readline(), lines.readline()] == [b"hello\n", b"line\n"]
+            with peer.makefile("rb") as answers:
+                assert [answers.readline(), answers.readline()] == [b"hello\n", b"line\n"]
 
 
 @pytest.mark.parametrize("words", [bytes(_sockets.LINE_BYTES + 1), b"x" * 1_000_000])
@@ -78,20 +79,18 @@ def test_who_reads_nothing_is_cut_off():
         assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
 
 
-def test_who_drips_is_cut_off_when_its_time_is_over():
-    now = [0.0]
-    with serving(clock=lambda: now[0]) as address, socket.create_connection(address, 30) as dripping:
+def test_who_drips_is_cut_off_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lines, "PEER_SECS", 0.5)
+    with serving() as address, socket.create_connection(address, 30) as dripping:
         assert dripping.recv(100) == b"hello\n"
         dripping.sendall(b"d")
-        now[0] = _sockets.PEER_SECS + 1
-        assert talk(address, b"one\n") == [b"hello\n", b"one\n"]
         with contextlib.suppress(ConnectionError):
             assert dripping.recv(100) == b""
 
 
 def test_the_oldest_gives_way_when_there_are_too_many():
     with serving() as address, contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(_sockets.MOST_PEERS + 1)]
+        peers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(lines.MOST_PEERS + 1)]
         assert [peer.recv(100) for peer in peers] == [b"hello\n"] * len(peers)
         with contextlib.suppress(ConnectionError):
             assert peers[0].recv(100) == b""
@@ -101,9 +100,8 @@ def test_the_oldest_gives_way_when_there_are_too_many():
 
 _FEW_FILES = """
 import resource, sys
-from tfdist import _sockets
-from tests import test_sockets
-with test_sockets.serving() as address:
+from tests.coordination import test_lines
+with test_lines.serving() as address:
     resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
     print(address[1], flush=True)
     sys.stdin.readline()
@@ -129,7 +127,7 @@ def test_strangers_that_use_up_all_descriptors_keep_no_task_out():
 def test_a_flood_from_one_host_ends_no_connection_of_another():
     with serving() as address, contextlib.ExitStack() as stack:
         oldest = stack.enter_context(socket.create_connection(address, 30, source_address=("127.0.0.2", 0)))
-        for _ in range(_sockets.MOST_PEERS + 20):
+        for _ in range(lines.MOST_PEERS + 20):
             stranger = stack.enter_context(socket.create_connection(address, 30))
             assert stranger.recv(100) == b"hello\n"
         assert oldest.recv(100) == b"hello\n"
@@ -162,20 +160,45 @@ def test_all_meet_while_a_flood_goes_on(secret: str):
 # Whatever is said.
 
 
-@given(st.lists(st.binary(max_size=60) | st.sampled_from([b"tfdist met", b"tfdist x y z a"]), max_size=5))
-def test_no_lines_of_a_stranger_end_a_conversation_badly(lines: list[bytes]):
+def identity() -> Any:
+    return lines.identify(b"a secret", "purpose", "worker:0")
+
+
+@given(st.lists(st.binary(max_size=60) | st.sampled_from([b"tfdist met", b"tfdist a x y z"]), max_size=5))
+def test_no_lines_of_a_stranger_end_a_conversation_badly(said: list[bytes]):
     met: list[str] = []
     conversation = rendezvous.converse(TWO, b"a secret", met.append)
     next(conversation)
-    with contextlib.suppress(StopIteration):
-        for line in lines:
+    with contextlib.suppress(StopIteration, lines.ProtocolError):
+        for line in said:
             conversation.send(line)
     assert met == []
 
 
-@given(st.binary(max_size=80) | st.binary(max_size=40).map(lambda data: b"tfdist " + data))
-def test_no_answer_of_a_stranger_is_a_meeting(answer: bytes):
-    assert rendezvous.judge(answer, TWO, Task("worker", 1))
+def claim_of(greeting: bytes, secret: bytes) -> bytes:
+    """What a client answers a greeting."""
+    nonce = greeting.split()[-1].decode()
+    proof = _sockets.proof(secret, "purpose", "client", "worker:1", "worker:0", nonce, "mine").hex()
+    return f"tfdist purpose worker:1 mine {proof}".encode()
+
+
+def test_a_proof_is_of_one_side_one_client_and_one_conversation():
+    first, second = identity(), identity()
+    claim = claim_of(next(first), b"a secret")
+    with pytest.raises(StopIteration) as ended:
+        first.send(claim)
+    client, answer = ended.value.value
+    assert client == "worker:1" and b"a secret" not in claim + answer
+    next(second)
+    # A client's proof is no proof of the server's.
+    assert claim.split()[-1] not in answer
+    third = identity()
+    other_client = claim_of(next(third), b"a secret").replace(b"worker:1", b"worker:2")
+    fourth = identity()
+    other_secret = claim_of(next(fourth), b"another secret")
+    for conversation, wrong in ((second, claim), (third, other_client), (fourth, other_secret)):
+        with pytest.raises(lines.ProtocolError, match="secret"):
+            conversation.send(wrong)
 
 
 # Addresses.
