@@ -65,7 +65,6 @@ ENDED_BY = {
     "coordination/round_runner.py:RoundRunner.start": "is_over()",
     "coordination/stalls.py:StallReporter._run": "self._stop",
     "coordination/stream_runner.py:StreamRunner.collect": "self._check_the_silent()",
-    "coordination/usage.py:Sampler._run": "self._ended",
     "serving/embedded.py:EmbeddedCluster._watch": "self._is_closing",
     "serving/embedded.py:_follow_notices": "ended.wait",
     "serving/task.py:_await_chief": "LOST_SECS",
@@ -84,6 +83,7 @@ _OF_DONE_FUTURE = "the future is done"
 _BY_QUEUE = "StepQueue.wait_until is behind it"
 UNBOUNDED = {
     "compat/tensorflow/graphs.py:call_outside": "runs one function of TensorFlow's that waits for no other process",
+    "coordination/usage.py:Sampler._run": "its thread ends with the process",
     "doctor/measure.py:_latency": _BY_TIMEOUT_OF_SOCKET,
     "doctor/measure.py:_pass": _BY_TIMEOUT_OF_SOCKET,
     "engines/asynchronous.py:AsynchronousEngine._predict": _BY_QUEUE,

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets: "host:port" addresses as TensorFlow's gRPC servers understand them, listening, proofs. No TensorFlow."""
+"""Sockets: "host:port" addresses as TensorFlow's gRPC servers understand them, listening, proofs, and what is open.
+
+No TensorFlow import.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hmac
 import ipaddress
 import json
+import os
 import re
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from tfdist import _forks
@@ -148,3 +154,28 @@ def read_line(connection: socket.socket, timeout_secs: float) -> bytes:
     connection.settimeout(timeout_secs)
     with connection.makefile("rb") as file:
         return file.readline(LINE_BYTES)
+
+
+def connections() -> Iterator[tuple[str, socket.socket]]:
+    """Yields each TCP socket of this process, gRPC's included, by its inode; none where there is no /proc.
+
+    It is a duplicate, which is closed by the next step and leaves the connection open. It is declared non-blocking, as
+    Python, after `socket.setdefaulttimeout`, would otherwise make the connection itself non-blocking.
+    """
+    folder, seen = "/proc/self/fd", set[str]()
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - called every second, for hundreds of files
+    except OSError:
+        return
+    for name in names:
+        # Closed meanwhile, or of another kind.
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"{folder}/{name}")  # noqa: PTH115
+            if not link.startswith("socket:") or link in seen:
+                continue
+            # This family has room for addresses of all others.
+            kind = socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+            with socket.socket(*kind, fileno=os.dup(int(name))) as connection:
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP:
+                    seen.add(link)
+                    yield link, connection

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from tfdist.coordination import usage
 from tfdist.coordination.usage import Sampler, Usage, memory_bytes
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux' own")
@@ -27,27 +27,31 @@ def _send(source: socket.socket, target: socket.socket, count: int) -> None:
         left -= len(target.recv(left))
 
 
+def counts(sampler: Sampler) -> Callable[[], tuple[int, int]]:
+    return lambda: (sampler.sample().bytes_sent, sampler.sample().bytes_received)
+
+
 @linux
 def test_bytes_of_open_and_of_closed_sockets_are_counted_once() -> None:
     first, second = _connected()
     _send(first, second, 5000)
-    counter, whole = usage.SocketBytes(), usage.SocketBytes(from_now=False)
-    before = whole.sample()
-    assert counter.sample() == (0, 0)
+    counter, whole = counts(Sampler()), counts(Sampler(from_now=False))
+    before = whole()
+    assert counter() == (0, 0)
     _send(first, second, 1000)
     _send(second, first, 200)
-    assert counter.sample() == (1200, 1200)
+    assert counter() == (1200, 1200)
     for each in (first, second):
         each.close()
     for number in (1, 2):
         client, accepted = _connected()
         _send(client, accepted, 10)
-        assert counter.sample() == (1200 + 10 * number, 1200 + 10 * number)
+        assert counter() == (1200 + 10 * number, 1200 + 10 * number)
         for each in (client, accepted):
             each.close()
-    assert counter.sample() == counter.sample() == (1220, 1220)
+    assert counter() == counter() == (1220, 1220)
     # What a socket carried after its last sample is missing.
-    assert whole.sample() == before
+    assert whole() == before
 
 
 def test_a_sample_is_text_and_back(monkeypatch: pytest.MonkeyPatch) -> None:

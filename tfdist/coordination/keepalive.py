@@ -13,9 +13,6 @@ connection ends only if the host, or the network to it, is lost. gRPC then repor
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import os
-import pathlib
 import socket
 import struct
 import threading
@@ -34,7 +31,6 @@ POLL_SECS = 0.5
 _PROBE_EVERY_SECS = 2
 _LOOK_EVERY_SECS = 1.0
 _RESOLVE_EVERY_SECS = 30.0
-_DESCRIPTORS = pathlib.Path("/proc/self/fd")
 # Two fields of Linux' struct tcp_info (tcpi_unacked, tcpi_notsent_bytes), and the size that includes both.
 _UNACKED = struct.Struct("24xI")
 _NOT_SENT = struct.Struct("144xI")
@@ -42,28 +38,23 @@ _INFO_BYTES = 148
 
 
 class Keepalive:
-    """Watches the connections that this process has made to some tasks.
+    """Watches the connections that this process has made to some tasks. Where Linux is not the system, it finds none.
 
     Args:
       addresses: "host:port" by the name of the task.
-
-    Attributes:
-      is_supported: True if the system lists a process' own connections (Linux); else no connection is probed.
     """
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
         self._addresses = dict(addresses)
+        # Names of the tasks by IP address and port, as far as they are known.
         self._peers: dict[tuple[str, int], str] = {}
         self._unknown = set(addresses)
-        self._foreign: set[str] = set()
         self._resolve_again = 0.0
         self._ended = threading.Event()
-        self.is_supported = _DESCRIPTORS.is_dir() and hasattr(socket, "TCP_USER_TIMEOUT")
 
     def start(self) -> None:
         """Starts a thread that looks for new connections until `stop`."""
-        if self.is_supported:
-            threading.Thread(target=self._run, name="tfdist keepalive", daemon=True).start()
+        threading.Thread(target=self._run, name="tfdist keepalive", daemon=True).start()
 
     def stop(self) -> None:
         """Ends the thread; may be called again."""
@@ -71,14 +62,12 @@ class Keepalive:
 
     def check(self) -> None:
         """Turns on the kernel's probes for all present connections. Called by the thread, or by tests."""
-        self._resolve()
         for connection, _ in self._connections():
             with contextlib.suppress(OSError):
                 _probe(connection)
 
     def end(self, task: str) -> int:
         """Ends the connections to a task, so that every call to it fails at once; returns their number."""
-        self._resolve()
         ended = 0
         for connection, owner in self._connections():
             if owner == task:
@@ -89,9 +78,7 @@ class Keepalive:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            # If no descriptor is left, the next look may find one.
-            with contextlib.suppress(OSError):
-                self.check()
+            self.check()
             self._ended.wait(_LOOK_EVERY_SECS)
 
     def _resolve(self) -> None:
@@ -99,7 +86,6 @@ class Keepalive:
         is_due = time.monotonic() >= self._resolve_again
         if is_due:
             self._resolve_again = time.monotonic() + _RESOLVE_EVERY_SECS
-        before = len(self._peers)
         for task in list(self._addresses if is_due else self._unknown):
             host, port = _sockets.split_address(self._addresses[task])
             # A name that no resolver takes is a UnicodeError.
@@ -107,55 +93,16 @@ class Keepalive:
                 for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
                     self._peers[_plain(str(address[0])), port] = task
                 self._unknown.discard(task)
-        if len(self._peers) != before:
-            self._foreign.clear()
 
     def _connections(self) -> Iterator[tuple[socket.socket, str]]:
         """Yields each connection to a task, as a duplicate of gRPC's socket, with the name of the task."""
-        seen = set()
-        for entry in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - a name per descriptor is all
+        self._resolve()
+        for _, connection in _sockets.connections():
+            # Not connected yet.
             with contextlib.suppress(OSError):
-                name = os.readlink(_DESCRIPTORS / entry)  # noqa: PTH115
-                if not name.startswith("socket:"):
-                    continue
-                seen.add(name)
-                if name in self._foreign:
-                    continue
-                with _shared(int(entry)) as connection:
-                    owner = self._owner(connection)
-                    if owner:
-                        yield connection, owner
-                    elif owner is None:
-                        self._foreign.add(name)
-        self._foreign &= seen
-
-    def _owner(self, connection: socket.socket) -> str | None:
-        """Returns the task at the other end; None if it is no task, "" if that is not known yet."""
-        kind = connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or kind != socket.SOCK_STREAM:
-            return None
-        try:
-            host, port = connection.getpeername()[:2]
-        except OSError:
-            return ""  # Not connected yet.
-        return self._peers.get((_plain(host), port), "" if self._unknown else None)
-
-
-def _shared(descriptor: int) -> socket.socket:
-    """Duplicates the descriptor of a connection; closing the duplicate leaves the connection open.
-
-    The socket is declared non-blocking, even if it isn't: otherwise Python, after `socket.setdefaulttimeout`, would
-    make the connection itself non-blocking, which gRPC shares.
-
-    Raises:
-      OSError: the descriptor is no socket any more.
-    """
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
+                host, port = connection.getpeername()[:2]
+                if (_plain(host), port) in self._peers:
+                    yield connection, self._peers[_plain(host), port]
 
 
 def watch(cluster: Cluster) -> Keepalive:
@@ -167,10 +114,8 @@ def watch(cluster: Cluster) -> Keepalive:
 
 
 def _plain(host: str) -> str:
-    """Returns an IP address in its plain form, without IPv4-mapped IPv6: gRPC reaches IPv4 through IPv6 sockets."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
+    """Returns an IP address without its interface, and without "::ffff:": gRPC reaches IPv4 through IPv6 sockets."""
+    return host.partition("%")[0].removeprefix("::ffff:")
 
 
 def _probe(connection: socket.socket) -> None:

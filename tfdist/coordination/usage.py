@@ -14,78 +14,10 @@ import threading
 import time
 from typing import NamedTuple
 
-# Bytes that this process has sent and received over TCP, as the kernel counts them for each socket. Linux only.
-#
-# A socket's counters vanish with the socket. So a `SocketBytes` remembers the last counters of each socket, and loses
-# only what a connection carried between its last sample and its end.
+from tfdist import _sockets
 
-
-_DIRECTORY = "/proc/self/fd"
 # Offsets in Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received (4.1), tcpi_bytes_sent (4.19).
 _ACKED, _RECEIVED, _SENT, _SIZE = 120, 128, 200, 208
-
-
-class Bytes(NamedTuple):
-    """Payload of TCP: headers of TCP and IP are left out, retransmitted bytes are not."""
-
-    sent: int
-    received: int
-
-
-class SocketBytes:
-    """Adds up the bytes of all TCP sockets of this process. Any thread may call it.
-
-    Args:
-      from_now: False to count what the open sockets have carried before, too.
-    """
-
-    def __init__(self, from_now: bool = True) -> None:
-        self._lock = threading.Lock()
-        # By inode.
-        self._last: dict[str, Bytes] = {}
-        self._before = Bytes(0, 0)
-        self._closed = Bytes(0, 0)
-        if from_now:
-            self._before = self.sample()
-
-    def sample(self) -> Bytes:
-        """Returns the bytes so far, those of closed sockets as of their last sample included."""
-        with self._lock:
-            now = by_socket()
-            for inode, last in self._last.items():
-                current = now.get(inode)
-                # An inode may be used again, by a socket that begins at 0.
-                if current is None or current.sent < last.sent or current.received < last.received:
-                    self._closed = Bytes(self._closed.sent + last.sent, self._closed.received + last.received)
-            self._last = now
-            sent, received = map(sum, zip(self._closed, *now.values(), strict=True))
-            return Bytes(sent - self._before.sent, received - self._before.received)
-
-
-def by_socket() -> dict[str, Bytes]:
-    """Returns the bytes of each open TCP socket of this process by its inode; {} where there is no /proc."""
-    found: dict[str, Bytes] = {}
-    try:
-        names = os.listdir(_DIRECTORY)  # noqa: PTH208 - called every few seconds, for hundreds of files
-    except OSError:
-        return found
-    for name in names:
-        try:
-            link = os.readlink(f"{_DIRECTORY}/{name}")  # noqa: PTH115
-            if not link.startswith("socket:") or link in found:
-                continue
-            # The family is not asked for: the option is, and other kinds of sockets don't have it.
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(int(name))) as connection:
-                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
-        except OSError:
-            # Closed meanwhile, or of another kind.
-            continue
-        if len(information) >= _RECEIVED + 8:
-            sent = struct.unpack_from("Q", information, _SENT if len(information) >= _SIZE else _ACKED)[0]
-            found[link] = Bytes(sent, struct.unpack_from("Q", information, _RECEIVED)[0])
-    return found
-
-
 # Request to a server process for its counters.
 USAGE_REQUEST = b'{"method": "usage"}'
 # Set by launchers: the number of the job's attempt, from 1, and of a task's restart within it, from 0.
@@ -135,38 +67,69 @@ class Usage:
         return Usage(*json.loads(text))
 
 
+class Bytes(NamedTuple):
+    """Payload of TCP: headers of TCP and IP are left out, retransmitted bytes are not."""
+
+    sent: int
+    received: int
+
+
+def by_socket() -> dict[str, Bytes]:
+    """Returns the bytes of each open TCP socket of this process by its inode, as the kernel counts them. Linux only."""
+    found: dict[str, Bytes] = {}
+    for link, connection in _sockets.connections():
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+        if len(information) >= _RECEIVED + 8:
+            sent = struct.unpack_from("Q", information, _SENT if len(information) >= _SIZE else _ACKED)[0]
+            found[link] = Bytes(sent, struct.unpack_from("Q", information, _RECEIVED)[0])
+    return found
+
+
 class Sampler:
     """Samples this process. Any thread may call it.
+
+    A socket's counters vanish with the socket. So the last ones of each are kept, and only what a connection carried
+    between its last sample and its end is lost.
 
     Args:
       from_now: False to count what open sockets have carried before.
     """
 
     def __init__(self, from_now: bool = True) -> None:
-        self._bytes = SocketBytes(from_now)
+        self._lock = threading.Lock()
+        # By inode.
+        self._last: dict[str, Bytes] = {}
+        self._closed = self._before = Bytes(0, 0)
         self._started_at = time.time()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        if from_now:
+            self._before = self._bytes()
 
     def sample(self) -> Usage:
         """Returns the counters now."""
-        sent, received = self._bytes.sample()
-        return Usage(sent, received, time.process_time(), memory_bytes(), self._started_at, _restarts())
+        bytes_so_far = self._bytes()
+        return Usage(*bytes_so_far, time.process_time(), memory_bytes(), self._started_at, _restarts())
 
     def start(self, every_secs: float = EVERY_SECS) -> Sampler:
-        """Starts a thread that samples, so that sockets that are closed meanwhile are counted; may be called again."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(every_secs,), name="tfdist usage", daemon=True)
-            self._thread.start()
+        """Samples in a thread until the process ends, so that sockets that are closed meanwhile are counted."""
+        threading.Thread(target=self._run, args=(every_secs,), name="tfdist usage", daemon=True).start()
         return self
 
-    def close(self) -> None:
-        """Ends the thread; may be called again."""
-        self._ended.set()
-
     def _run(self, every_secs: float) -> None:
-        while not self._ended.wait(every_secs):
-            self._bytes.sample()
+        while True:
+            time.sleep(every_secs)
+            self._bytes()
+
+    def _bytes(self) -> Bytes:
+        with self._lock:
+            now = by_socket()
+            for inode, last in self._last.items():
+                current = now.get(inode)
+                # An inode may be used again, by a socket that begins at 0.
+                if current is None or current.sent < last.sent or current.received < last.received:
+                    self._closed = Bytes(self._closed.sent + last.sent, self._closed.received + last.received)
+            self._last = now
+            sent, received = map(sum, zip(self._closed, *now.values(), strict=True))
+            return Bytes(sent - self._before.sent, received - self._before.received)
 
 
 def _restarts() -> int:
