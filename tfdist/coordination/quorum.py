@@ -52,7 +52,7 @@ class Act(enum.IntEnum):
     """State that a worker reports."""
 
     WANTED = 1  # Keras asks for the update of this step, while the worker computes for an earlier one
-    STARTED = 2  # Keras asks for the update, and the worker starts to compute a contribution
+    STARTED = 2  # Keras asks for the update, and the worker starts to compute a contribution: implies WANTED
     ARRIVED = 3  # the worker has computed its contribution
     ENDED = 4  # the worker's data have ended
 
@@ -382,32 +382,13 @@ class QuorumClient:
         self._thread = threading.Thread(target=self._listen, name="tfdist quorum client", daemon=True)
         self._thread.start()
 
-    # Reports.
-
-    def want(self, number: int, step: int) -> None:
-        """Reports that Keras asks for the update of `step`, in pass `number` over the data; `started` implies it."""
-        self._report(WorkerReport(Act.WANTED, number, step))
-
-    def started(self, number: int, step: int) -> None:
-        """Reports that Keras asks for the update, and that this worker starts to compute a contribution to it."""
-        self._report(WorkerReport(Act.STARTED, number, step))
-
-    def arrived(self, number: int, step: int, examples: int, secs: float, input_secs: float = 0.0) -> None:
-        """Reports that this worker has computed its contribution; see `WorkerReport`."""
-        self._report(WorkerReport(Act.ARRIVED, number, step, examples, secs, min(input_secs, secs)))
-
-    def ended(self, number: int, step: int) -> None:
-        """Reports that this worker's data have ended."""
-        self._report(WorkerReport(Act.ENDED, number, step))
-
-    def _report(self, report: WorkerReport) -> None:
+    def report(self, act: Act, number: int, step: int, *facts: float) -> None:
+        """Reports the state of this worker; see `WorkerReport`. Any thread may call it."""
         try:
             with self._sending:
-                self._connection.socket.sendall(pack(report))
+                self._connection.socket.sendall(pack(WorkerReport(act, number, step, *facts)))
         except OSError as error:
             self.fail(f"{self._server} is gone: {error.strerror or error}")
-
-    # Verdicts.
 
     def is_decided(self, number: int, step: int) -> bool:
         """Returns True if the step's update was decided, or the pass has ended, so that a contribution is too late."""

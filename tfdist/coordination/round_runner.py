@@ -137,7 +137,7 @@ class RoundRunner:
             if replica in self._accepted_at and local_step == self._step:
                 self._delivered[replica] = contribution
                 self._last_event = self._clock()
-                # `_count_delivered`, without a call.
+                # `_note_change`, without a call.
                 needed = max(len(self._accepted_at), self._policy.replicas_to_aggregate)
                 self._is_complete = len(self._delivered) >= needed
                 if self._is_complete:
@@ -162,10 +162,8 @@ class RoundRunner:
             self.on_loss(replica, True)
             self._forget(replica)
             self._count_the_living()
-            self._startable.notify_all()
             # The policy may need fewer contributions now.
-            self._count_delivered()
-            self._collectable.notify_all()
+            self._note_change()
 
     def bring_back(self, replica: int) -> None:
         """Notes that `replica` was restarted, if it was lost."""
@@ -199,23 +197,19 @@ class RoundRunner:
             else:
                 self._policy.withdraw(replica, self._clock())
             self._forget(replica)
-            # All that are accepted may be delivered already, and not be collected yet.
-            self._count_delivered()
             if local_step == self._policy.step and self._is_open:
                 self._error = self._error or error
-                self._collectable.notify_all()
             elif not is_end:
                 self._say(f"a late gradient of {self._names[replica]} failed: {type(error).__name__}: {error}")
-            self._startable.notify_all()
+            # All that are accepted may be delivered already, and not be collected yet.
+            self._note_change()
 
     def give_up(self, replica: int) -> None:
         """Notes that `replica` ended its computation without a contribution; it may start again."""
         with self._lock:
             self._policy.found_no_data(replica)
             self._forget(replica)
-            self._startable.notify_all()
-            self._count_delivered()
-            self._collectable.notify_all()
+            self._note_change()
 
     def _is_first(self, replica: int) -> bool:
         """Of replicas that start ahead: returns True if `replica` is the next one."""
@@ -245,9 +239,7 @@ class RoundRunner:
         """Lets only the first `count` of the living replicas take part from now on."""
         with self._lock:
             self._policy.limit(count)
-            self._startable.notify_all()
-            self._count_delivered()
-            self._collectable.notify_all()
+            self._note_change()
 
     def discard(self) -> None:
         """Withdraws all contributions, computed or not."""
@@ -298,8 +290,7 @@ class RoundRunner:
                             self._say(change.text)
                         return contributions, update
                     self._give_up_late_deliveries()
-                    self._check_the_living()
-                    self._check_the_silent()
+                    self._check_progress()
                 check()
         finally:
             with self._lock:
@@ -328,10 +319,12 @@ class RoundRunner:
             self._policy.withdraw(replica, self._clock())
             self._forget(replica)
 
-    def _count_delivered(self) -> None:
-        """Notes if all contributions of an update are delivered, for `collect`; only accepted ones are."""
+    def _note_change(self) -> None:
+        """Wakes all threads: `collect` has ended if all contributions are delivered, and only accepted ones are."""
         needed = max(len(self._accepted_at), self._policy.replicas_to_aggregate)
         self._is_complete = len(self._delivered) >= needed
+        self._startable.notify_all()
+        self._collectable.notify_all()
 
     def _forget(self, replica: int) -> None:
         self._is_complete = False
@@ -364,24 +357,22 @@ class RoundRunner:
                 f"after {self._stall_timeout_secs:g} s"
             )
 
-    def _check_the_living(self) -> None:
-        if self._too_few_since is None or self._clock() - self._too_few_since < self._stall_timeout_secs:
+    def _check_progress(self) -> None:
+        """Raises TimeoutError if for long too few replicas were alive, or no living one has made progress."""
+        limit, since = f"stall_timeout_secs={self._stall_timeout_secs:g}", self._too_few_since
+        if self._clock() - (self._last_event if since is None else since) < self._stall_timeout_secs:
             return
+        if since is None:
+            # For example, because its network is cut.
+            raise TimeoutError(
+                f"an update waits for {self.waited_for()}, and nothing was heard of them for {limit}. Start again what "
+                "does not answer, or give a slow step more time."
+            )
         missing = self._policy.missing()
         raise TimeoutError(
-            f"{self._names_of(missing)} did not come back within stall_timeout_secs={self._stall_timeout_secs:g}; the "
-            f"other {len(self._names) - len(missing)} replicas are too few for an update of "
-            f"{self._policy.replicas_to_aggregate}. Use more spares, or start the lost tasks again."
-        )
-
-    def _check_the_silent(self) -> None:
-        """Raises TimeoutError if no living replica made progress, for example because its network is cut."""
-        if self._clock() - max(self._last_event, self._too_few_since or 0.0) < self._stall_timeout_secs:
-            return
-        raise TimeoutError(
-            f"an update waits for {self.waited_for()}, and nothing was heard of them for "
-            f"stall_timeout_secs={self._stall_timeout_secs:g}. Start again what does not answer, or give a slow step "
-            "more time."
+            f"{self._names_of(missing)} did not come back within {limit}; the other {len(self._names) - len(missing)} "
+            f"replicas are too few for an update of {self._policy.replicas_to_aggregate}. Use more spares, or start "
+            "the lost tasks again."
         )
 
     def _names_of(self, replicas: Sequence[int]) -> str:

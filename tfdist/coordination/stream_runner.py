@@ -110,8 +110,7 @@ class StreamRunner(round_runner.RoundRunner):
             self._policy.found_no_data(replica)
             if not is_over():
                 self._idle.add(replica)
-            self._startable.notify_all()
-            self._collectable.notify_all()
+            self._note_change()
 
     def fail(self, replica: int, local_step: int, error: BaseException, is_end: bool = False) -> None:
         """Makes the next `collect` raise an error of a replica's computation.
@@ -130,8 +129,7 @@ class StreamRunner(round_runner.RoundRunner):
                 self._say(f"a gradient of {self._names[replica]} failed: {type(error).__name__}: {error}")
             else:
                 self._error = self._error or error
-            self._startable.notify_all()
-            self._collectable.notify_all()
+            self._note_change()
 
     def resume(self) -> None:
         """Notes that there may be data again for all replicas."""
@@ -162,8 +160,7 @@ class StreamRunner(round_runner.RoundRunner):
                     raise self._error
                 if self._policy.update_due or self._is_dry():
                     return self._take()
-                self._check_the_living()
-                self._check_the_silent()
+                self._check_progress()
             check()
 
     def applied(self) -> None:

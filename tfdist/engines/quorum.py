@@ -39,7 +39,7 @@ from tfdist.compat.keras.calls import Call
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.tensorflow import replicas
 from tfdist.coordination import delay_hook, keepalive, stalls, worker_waits
-from tfdist.coordination.quorum import QuorumClient, Verdict
+from tfdist.coordination.quorum import Act, QuorumClient, Verdict
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.base import Engine
 from tfdist.passes import handle as handles
@@ -174,7 +174,7 @@ class QuorumEngine(Engine):
             self._changed.notify_all()
         if is_late:
             # Otherwise the second thread reports at once that it has started, which implies this.
-            self._client.want(of.number, current.step)
+            self._client.report(Act.WANTED, of.number, current.step)
         try:
             with self._reporter.waiting("an update"), self._agreement.joint(part=worker_waits.STEP):
                 verdict = self._client.wait(of.number, current.step, self._check)
@@ -244,12 +244,12 @@ class QuorumEngine(Engine):
     def _contribute(self, current: _Round) -> None:
         of = current.of
         start = self._clock()
-        self._client.started(of.number, current.step)
+        self._client.report(Act.STARTED, of.number, current.step)
         delay_hook.before_contribution(self._worker, next(self._attempts))
         try:
             contribution, examples, input_secs = current.traced.contribute(of.iterator)
         except tf.errors.OutOfRangeError:
-            self._client.ended(of.number, current.step)
+            self._client.report(Act.ENDED, of.number, current.step)
             return
         end = self._clock()
         with self._changed:
@@ -257,7 +257,8 @@ class QuorumEngine(Engine):
             self._computed.append((current.step, start, end, input_secs))
         # Before the report: Keras' step reads it as soon as it is accepted.
         current.contribution = contribution
-        self._client.arrived(of.number, current.step, examples, end - start, input_secs)
+        secs = end - start
+        self._client.report(Act.ARRIVED, of.number, current.step, examples, secs, min(input_secs, secs))
 
 
 def _given(current: _Round) -> list[tf.Tensor]:
