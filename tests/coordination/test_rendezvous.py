@@ -34,12 +34,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_all_meet():
-    with PortReservation(5) as reserved, ThreadPoolExecutor(5) as pool:
-        meetings = [pool.submit(rendezvous.meet, cluster(reserved.ports, index), 30) for index in range(5)]
-        assert [meeting.result() for meeting in meetings] == [None] * 5
-
-
 def test_tasks_meet_at_another_address_than_their_own_name_means():
     """As on a machine with two networks, or a virtual address: its own name means the address of one only."""
     with PortReservation(2) as reserved, ThreadPoolExecutor(2) as pool:
@@ -133,29 +127,13 @@ def listening(described: Cluster, secret: str = "") -> Iterator[tuple[tuple[str,
         yield ("127.0.0.1", int(described.address().rpartition(":")[2])), met
 
 
-def crowd(stack: contextlib.ExitStack, address: tuple[str, int], count: int, words: bytes) -> None:
-    """Strangers that connect, say these words, and stay."""
-    for _ in range(count):
-        stranger = stack.enter_context(socket.create_connection(address, 10))
-        stranger.sendall(words)
-
-
-@pytest.mark.parametrize("secret", ["", "a secret"])
-@pytest.mark.parametrize("words", [b"", b"tfdist", b"GET / HTTP/1.1\r\n\r\n", bytes(3000), b"tfdist x y z " * 300])
-def test_strangers_that_came_first_and_stay_delay_no_meeting(words: bytes, secret: str):
+@pytest.mark.parametrize("words", [b"", b"tfdist x y z " * 300])
+def test_strangers_that_came_first_and_stay_delay_no_meeting(words: bytes):
     with PortReservation(2) as reserved, contextlib.ExitStack() as stack:
-        address, met = stack.enter_context(listening(cluster(reserved.ports, 0), secret))
-        crowd(stack, address, 3 * lines.MOST_PEERS, words)
-        assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0), secret.encode()) is None
-        assert met == ["worker:1"]
-
-
-def test_endless_data_are_cut_off():
-    with PortReservation(2) as reserved, listening(cluster(reserved.ports, 0)) as (address, met):
-        with socket.create_connection(address, 10) as stranger, pytest.raises(ConnectionError):
-            while True:
-                stranger.sendall(bytes(1 << 16))
-        assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0)) is None
+        address, met = stack.enter_context(listening(cluster(reserved.ports, 0), "a secret"))
+        for _ in range(3 * lines.MOST_PEERS):
+            stack.enter_context(socket.create_connection(address, 10)).sendall(words)
+        assert rendezvous.ask(cluster(reserved.ports, 1), Task("worker", 0), b"a secret") is None
         assert met == ["worker:1"]
 
 

@@ -475,7 +475,7 @@ class QuorumClient:
                 return connection
             except ProtocolError as error:
                 problem = str(error)
-            except EOFError as error:
+            except (EOFError, ConnectionError) as error:
                 # The server drops unknown connections when there are too many. A refusal has an answer of its own.
                 problem = str(error) if time.monotonic() > until else ""
             except OSError as error:
