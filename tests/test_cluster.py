@@ -256,35 +256,17 @@ def test_jobs_that_make_no_sense_are_refused(jobs, words):
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("b", "has no port"),
-        ("", "has no port"),
-        (2222, "is not a string"),
-        (None, "is not a string"),
-        (["b:1"], "is not a string"),
-        (":2222", "has no host"),
-        ("b:", "has a port that is not a number"),
-        ("b:x", "has a port that is not a number"),
-        ("b:0", "from 1 to 65535"),
-        ("b:65536", "from 1 to 65535"),
-        ("b:02", "from 1 to 65535"),
-        ("b:²", "from 1 to 65535"),
-        ("b:1\n", "from 1 to 65535"),
-        ("b c:1", "neither a name nor an address"),
-        ("b/c:1", "neither a name nor an address"),
-        ("1.2.3:1", "looks like an IPv4 address"),
-        ("1.2.3.256:1", "looks like an IPv4 address"),
-        ("grpc://b:1", "has a scheme"),
-        ("::1:2222", "goes in brackets"),
-        ("[::1]", "has no port"),
-        ("[::g]:1", "no valid IPv6"),
-        ("[::1", "has no port"),
-        ("[1.2.3.4]:1", "no valid IPv6"),
-        ("\ud800:1", "neither a name nor an address"),
+        *[(each, "is not a string") for each in (2222, None, ["b:1"])],
+        *[(each, "has no port from 1 to 65535") for each in ("b", "", "b:", "b:x", "b:0", "b:65536", "b:02", "[::1]")],
+        *[(each, "has no port from 1 to 65535") for each in ("b:\u00b2", "b:1\n", "[::1]2")],
+        *[(each, "has a host that is neither") for each in (":2222", "b c:1", "b/c:1", "1.2.3:1", "1.2.3.256:1")],
+        *[(each, "has a host that is neither") for each in ("grpc://b:1", "::1:2222", "[::g]:1", "[::1", "[::1:1")],
+        *[(each, "has a host that is neither") for each in ("[1.2.3.4]:1", "\ud800:1", "[::1]\n:1")],
     ],
 )
 def test_addresses_that_are_none_are_refused(address, words):
     message = refusal(config({"worker": ["a:1", address]}))
-    assert f"cluster.worker[1] {words}" in message or ("cluster.worker[1]" in message and words in message)
+    assert f"cluster.worker[1] {words}" in message
     assert message.endswith(f"Received: {json.dumps(address)}")
 
 

@@ -18,12 +18,20 @@ from typing import Any
 import pytest
 from waiting import Clock
 
+from tfdist import _log
 from tfdist.coordination import stalls
 from tfdist.coordination.stalls import BlockedCall, Idleness, InterruptEscape, RuntimeCall, StallReporter, runtime_call
 
 
-def reporter(clock: Clock, lines: list[str], **options):
-    return StallReporter(lambda: "worker:1", clock=clock, write=lines.append, **options)
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(_log, "say", found.append)
+    return found
+
+
+def reporter(clock: Clock, **options):
+    return StallReporter(lambda: "worker:1", clock=clock, **options)
 
 
 def check_every_second(watched: StallReporter, clock: Clock, secs: int) -> None:
@@ -32,9 +40,9 @@ def check_every_second(watched: StallReporter, clock: Clock, secs: int) -> None:
         watched.check()
 
 
-def test_a_line_every_interval_and_none_after_the_end():
-    clock, lines = Clock(), []
-    watched = reporter(clock, lines)
+def test_a_line_every_interval_and_none_after_the_end(lines: list[str]):
+    clock = Clock()
+    watched = reporter(clock)
     with watched.waiting("the step"):
         check_every_second(watched, clock, 65)
     check_every_second(watched, clock, 65)
@@ -44,23 +52,23 @@ def test_a_line_every_interval_and_none_after_the_end():
     ]
 
 
-def test_progress_is_no_stall():
-    clock, lines = Clock(), []
-    watched = reporter(clock, lines, progress=lambda: ("a step", clock.now // 20))
+def test_progress_is_no_stall(lines: list[str]):
+    clock = Clock()
+    watched = reporter(clock, progress=lambda: ("a step", clock.now // 20))
     check_every_second(watched, clock, 200)
     assert lines == []
 
 
-def test_nothing_going_on_is_no_stall():
-    clock, lines = Clock(), []
-    watched = reporter(clock, lines)
+def test_nothing_going_on_is_no_stall(lines: list[str]):
+    clock = Clock()
+    watched = reporter(clock)
     check_every_second(watched, clock, 100)
     assert lines == []
 
 
-def test_two_blocks_of_one_name_are_two_things():
-    clock, lines = Clock(), []
-    watched = reporter(clock, lines)
+def test_two_blocks_of_one_name_are_two_things(lines: list[str]):
+    clock = Clock()
+    watched = reporter(clock)
     for _ in range(4):
         with watched.waiting("the step"):
             check_every_second(watched, clock, 20)
@@ -69,8 +77,8 @@ def test_two_blocks_of_one_name_are_two_things():
 
 def test_the_thread_ends_with_stop():
     looked, before = threading.Event(), {*threading.enumerate()}
-    watched = reporter(Clock(), [], progress=looked.set)
-    watched.start(every_secs=0.01)
+    watched = reporter(Clock(), progress=looked.set)
+    watched.start()
     assert looked.wait(30)
     watched.stop()
     watched.stop()

@@ -44,8 +44,8 @@ def test_a_flag():
         ("a\n-oProxyCommand=x", "hostfile, line 2: the name of the host is invalid"),
         ("a\n\nb$c", "hostfile, line 3: the name of the host is invalid"),
         ("a\nb\nA slots=2", "hostfile, line 3: the host was named before; add its slots there"),
-        ("a address=::1", "hostfile, line 1: the address has more than one colon"),
-        ("1.2.3", "hostfile, line 1: the address has a host that looks like an IPv4 address"),
+        ("a address=::1", "hostfile, line 1: the address has a host that is neither a name"),
+        ("1.2.3", "hostfile, line 1: the address has a host that is neither a name"),
     ],
 )
 def test_malformed_lines(text, words):

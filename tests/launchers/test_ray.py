@@ -50,7 +50,7 @@ def test_missing_resources_are_named_with_free_ones(wanted, free, words):
         ({"resources_per_worker": "GPU"}, "--resources_per_worker is no JSON object; write it as"),
         ({"resources_per_worker": {"CPU": 0}}, "--resources_per_worker must be numbers by Ray's names, not all 0"),
         ({"resources_per_worker": {"cpu": 2}}, "--resources_per_worker must be numbers by Ray's names, not all 0"),
-        ({"address": "http://head:8265"}, "--address has a scheme in front of its host; use auto, HOST:6379 or ray"),
+        ({"address": "http://head:8265"}, "--address has a host that is neither a name nor an IP address; use auto"),
         ({"resources_per_worker": {"CPU": "2"}}, "--resources_per_worker must be numbers by Ray's names, not all 0"),
         (
             {"runtime_env": [1]},

@@ -93,6 +93,7 @@ def runtime_call(frame: FrameType | None) -> RuntimeCall:
 
 
 _JOIN_SECS = 2.0
+_LOOK_EVERY_SECS = 1.0
 
 
 class StallReporter:
@@ -105,32 +106,28 @@ class StallReporter:
 
     Args:
       describe: returns the names of the tasks that are waited for; called only when there is a line to write.
-      interval_secs: time after which an operation is reported, and interval of the reports.
       progress: returns the current operation outside of `waiting` blocks: (name, token), where the token changes with
         progress, or None for no operation.
       clock: returns the time in seconds.
-      write: takes each line; standard error by default.
     """
+
+    # Time after which an operation is reported, and interval of the reports.
+    interval_secs = 30.0
 
     def __init__(
         self,
         describe: Callable[[], str],
-        interval_secs: float = 30.0,
-        *,
         progress: Callable[[], tuple[str, Any] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        write: Callable[[str], object] | None = None,
     ) -> None:
         self._describe = describe
-        self.interval_secs = interval_secs
         self._progress = progress
         self._clock = clock
-        self._write = write or _log.say
         self._blocks: list[tuple[str, Any]] = []
         self._last: tuple[str, Any] | None = None
         self._since = self._reported = clock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="tfdist-watch", daemon=True)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -150,24 +147,21 @@ class StallReporter:
         elif now - self._reported >= self.interval_secs:
             self._reported = now
             secs = now - self._since
-            self._write(f"{current[0]} has not completed for {secs:.0f} s; waiting for {self._describe()}")
+            _log.say(f"{current[0]} has not completed for {secs:.0f} s; waiting for {self._describe()}")
 
-    def start(self, every_secs: float = 1.0) -> None:
-        """Starts a thread that calls `check` until `stop`."""
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._run, args=(every_secs,), name="tfdist-watch", daemon=True)
+    def start(self) -> None:
+        """Starts the thread that calls `check` until `stop`."""
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread; may be called again."""
         self._stop.set()
-        if self._thread and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             # With a timeout, because `describe` may query a cluster that no longer answers.
             self._thread.join(_JOIN_SECS)
-        self._thread = None
 
-    def _run(self, every_secs: float) -> None:
-        while not self._stop.wait(every_secs):
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY_SECS):
             self.check()
 
 
