@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import secrets
 import socket
 import threading
@@ -158,7 +159,7 @@ class Connection:
         return line + end
 
 
-class Peer:
+class Peer(asyncio.Protocol):
     """A connection to a `LineServer`.
 
     Attributes:
@@ -168,19 +169,73 @@ class Peer:
       is_stranger: True until the peer has proved that it belongs to the job.
     """
 
-    def __init__(self, address: Any, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, server: LineServer, address: Any) -> None:
         # An address of IPv4 as one of IPv6 (RFC 4291).
         self.host = address[0].removeprefix("::ffff:")
         self.name = f"{self.host}:{address[1]}"
         self.reason = ""
         self.is_stranger = True
-        self._writer = writer
-        self._limit: asyncio.Timeout
+        self._server = server
+        self._conversation = server.conversation(self)
+        self._limit = server.loop.call_later(PEER_SECS, self.drop, f"took longer than {PEER_SECS:.0f} s")
+        self._transport: asyncio.Transport
+        self._buffer = b""
+        self._is_done = False
 
     def stay(self) -> None:
         """Ends the time limit of the conversation: the peer has proved that it belongs to the job."""
         self.is_stranger = False
-        self._limit.reschedule(None)
+        self._limit.cancel()
+
+    def send(self, line: bytes) -> None:
+        """Sends a line; called in the server's thread. Closes a connection that has not taken earlier lines."""
+        if line and not self.reason:
+            self._transport.write(line)
+            if self._transport.get_write_buffer_size():
+                self.drop("does not read what it is sent")
+
+    def drop(self, reason: str) -> None:
+        """Closes the connection; called in the server's thread."""
+        self.reason = self.reason or reason
+        self._server.peers.pop(self, None)
+        self._transport.abort()
+
+    def connection_made(self, transport: Any) -> None:
+        """Begins the conversation; called by asyncio, as those that follow."""
+        self._transport = transport
+        self._server.peers[self] = None
+        self._talk(None)
+
+    def data_received(self, data: bytes) -> None:
+        """Goes on with the conversation."""
+        self._buffer += data
+        while b"\n" in self._buffer and not self.reason:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            self._talk(line)
+        if len(self._buffer) > _sockets.LINE_BYTES:
+            self.drop("sent a line without an end")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the conversation."""
+        self.drop("closed the connection" if exc is None else f"broke the connection ({exc})")
+        self._limit.cancel()
+        self._conversation.close()
+        self._server.ended(self)
+
+    def _talk(self, line: bytes | None) -> None:
+        if self._is_done:
+            self.drop("sent more than it was to")
+            return
+        try:
+            self.send(self._conversation.send(line))  # pyright: ignore
+        except StopIteration:
+            # The peer closes first, so that the TIME_WAIT state is on its side and a server can bind this port.
+            self._is_done = True
+        except ProtocolError as error:
+            if self.is_stranger:
+                # One with another secret then fails at once instead of trying again.
+                self.send(REFUSED)
+            self.drop(str(error))
 
 
 class LineServer:
@@ -194,6 +249,11 @@ class LineServer:
       ended: called with a peer whose connection was closed.
       tick: called every `every_secs` seconds, in the server's thread as all others.
       every_secs: interval of `tick`; None for never.
+
+    Attributes:
+      peers: the open connections, oldest first.
+      loop: runs the server's thread.
+      is_closing: True once the server ends, and all conversations with it.
     """
 
     def __init__(
@@ -206,14 +266,11 @@ class LineServer:
     ) -> None:
         listener.setblocking(False)
         self._listener = listener
-        self._conversation = conversation
-        self._ended = ended
+        self.conversation, self.ended = conversation, ended
         self._tick, self._every_secs = tick, every_secs
-        # With their conversations, oldest first.
-        self._peers: dict[Peer, asyncio.Task[None]] = {}
-        # True once the server ends, and all conversations with it.
+        self.peers: dict[Peer, None] = {}
         self.is_closing = False
-        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        self.loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist-line-server", daemon=True)
 
     def __enter__(self) -> LineServer:
@@ -227,55 +284,45 @@ class LineServer:
         """Ends the thread and all connections; may be called again, also by a conversation."""
         self.is_closing = True
         with contextlib.suppress(RuntimeError):  # The thread has ended.
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self.loop.call_soon_threadsafe(self._stop.set)
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECS)
 
-    def send(self, peer: Peer, line: bytes) -> None:
-        """Sends a line; called in the server's thread. Closes a connection that has not taken earlier lines."""
-        if line and not peer.reason:
-            peer._writer.write(line)
-            if peer._writer.transport.get_write_buffer_size():
-                self._drop(peer, "does not read what it is sent")
-
-    def _drop(self, peer: Peer, reason: str) -> None:
-        peer.reason = peer.reason or reason
-        self._peers.pop(peer, None)
-        # Its conversation ends by that.
-        peer._writer.transport.abort()
-
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._serve())
         finally:
-            self.is_closing = True
             self._listener.close()
 
     async def _serve(self) -> None:
         accepting = asyncio.create_task(self._accept())
-        while not self.is_closing:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), self._every_secs)
-                accepting.cancel()
-                return
-            self._tick()
+        try:
+            while not self.is_closing:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), self._every_secs)
+                    return
+                self._tick()
+        finally:
+            self.is_closing = True
+            accepting.cancel()
+            for peer in list(self.peers):
+                peer.drop("")
+            # The conversations end.
+            await asyncio.sleep(0)
 
     async def _accept(self) -> None:
         while True:
             try:
-                connection, address = await self._loop.sock_accept(self._listener)
-                if sum(peer.is_stranger for peer in self._peers) >= MOST_PEERS:
+                connection, address = await self.loop.sock_accept(self._listener)
+                if sum(peer.is_stranger for peer in self.peers) >= MOST_PEERS:
                     self._make_room(f"was one of more than {MOST_PEERS} strangers")
                 _forks.keep(connection).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                reader, writer = await asyncio.open_connection(sock=connection, limit=_sockets.LINE_BYTES)
+                await self.loop.connect_accepted_socket(functools.partial(Peer, self, address), connection)
             except OSError:
                 # Without descriptors or buffers. If no peer can be closed, other parts of the program must free some.
                 self._make_room("stayed silent while no more could be opened")
                 await asyncio.sleep(0.01)
-            else:
-                peer = Peer(address, writer)
-                self._peers[peer] = asyncio.create_task(self._talk(peer, reader))
 
     def _make_room(self, reason: str) -> None:
         """Closes the oldest connection of a stranger from the host with the most of them.
@@ -283,37 +330,7 @@ class LineServer:
         So a flood from one host closes no connection of another host. A task on the flooding host is still served if it
         completes its conversation before `MOST_PEERS` newer connections.
         """
-        strangers = [peer for peer in self._peers if peer.is_stranger]
+        strangers = [peer for peer in self.peers if peer.is_stranger]
         if strangers:
             ((host, _),) = collections.Counter(peer.host for peer in strangers).most_common(1)
-            self._drop(next(peer for peer in strangers if peer.host == host), reason)
-
-    async def _talk(self, peer: Peer, reader: asyncio.StreamReader) -> None:
-        conversation, reason = self._conversation(peer), ""
-        try:
-            async with asyncio.timeout(PEER_SECS) as peer._limit:
-                try:
-                    line = next(conversation)
-                    while True:
-                        self.send(peer, line)
-                        line = conversation.send((await reader.readuntil(b"\n"))[:-1])
-                except StopIteration:
-                    # The peer closes first, so that the TIME_WAIT state is on its side and a server can bind this port.
-                    reason = "sent more than it was to" if await reader.read(1) else "closed the connection"
-        except asyncio.IncompleteReadError:
-            reason = "closed the connection"
-        except asyncio.LimitOverrunError:
-            reason = "sent a line without an end"
-        except TimeoutError:
-            reason = f"took longer than {PEER_SECS:.0f} s"
-        except OSError as error:
-            reason = f"broke the connection ({error.strerror or error})"
-        except ProtocolError as error:
-            reason = str(error)
-            if peer.is_stranger:
-                # One with another secret then fails at once instead of trying again.
-                self.send(peer, REFUSED)
-        finally:
-            conversation.close()
-            self._drop(peer, reason)
-            self._ended(peer)
+            next(peer for peer in strangers if peer.host == host).drop(reason)

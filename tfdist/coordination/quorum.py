@@ -126,7 +126,7 @@ class Verdict(NamedTuple):
 
 def pack(message: WorkerReport | Verdict) -> bytes:
     """Returns the line of a message."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(message).encode() + b"\n"
 
 
 def unpack(kind: Any, line: bytes) -> Any:
@@ -212,9 +212,9 @@ class QuorumServer:
             raise ProtocolError(f"says that it is {name}, which was here before, or is no worker of this job")
         peer.stay()
         self._clients[peer] = worker
-        self._server.send(peer, answer)
+        peer.send(answer)
         if self._lost:
-            self._server.send(peer, pack(self._losses()))
+            peer.send(pack(self._losses()))
         try:
             while True:
                 self._handle(worker, unpack(WorkerReport, (yield b"")))
@@ -256,7 +256,7 @@ class QuorumServer:
     def _broadcast(self, verdict: Verdict) -> None:
         line = pack(verdict)
         for peer in list(self._clients):
-            self._server.send(peer, line)
+            peer.send(line)
 
     def _losses(self) -> Verdict:
         return self._verdict(Kind.LOST, tuple(sorted(self._lost)))
@@ -382,7 +382,7 @@ class QuorumClient:
         self._thread = threading.Thread(target=self._listen, name="tfdist quorum client", daemon=True)
         self._thread.start()
 
-    def report(self, act: Act, number: int, step: int, *facts: float) -> None:
+    def report(self, act: Act, number: int, step: int, *facts: Any) -> None:
         """Reports the state of this worker; see `WorkerReport`. Any thread may call it."""
         try:
             with self._sending:
