@@ -66,7 +66,6 @@ ENDED_BY = {
     "coordination/stalls.py:StallReporter._run": "self._stop",
     "coordination/stream_runner.py:StreamRunner.collect": "self._check_progress()",
     "serving/embedded.py:EmbeddedCluster._watch": "self._is_closing",
-    "serving/embedded.py:_follow_notices": "ended.wait",
     "serving/task.py:_await_chief": "LOST_SECS",
     "strategies/_multi_worker_cluster.py:leave_at_exit.leave": "agreement.lost()",
     "telemetry/event_files.py:EventWriters._run": "self._ended",

@@ -78,21 +78,18 @@ def address_problem(address: Any) -> tuple[str, str] | None:
     return None
 
 
-def proof(secret: bytes, *words: object) -> bytes:
+def proof(secret: bytes, *words: object) -> str:
     """Proof that the sender of `words` knows the job's secret, which itself is not sent.
 
     HMAC-SHA256 (RFC 2104) of the words as JSON, so no two lists of words are the same message. The words are the
     protocol, the sender's role, and a nonce of each side. With an empty secret a proof proves nothing.
     """
-    return hmac.digest(secret, json.dumps(words).encode(), "sha256")
+    return hmac.digest(secret, json.dumps(words).encode(), "sha256").hex()
 
 
-def is_proof(received: bytes | str, secret: bytes, *words: object) -> bool:
-    """Returns True for the `proof` of these words, as bytes or in hexadecimal digits. Compares in constant time."""
-    expected = proof(secret, *words)
-    if isinstance(received, str):
-        return hmac.compare_digest(received.encode(errors="replace"), expected.hex().encode())
-    return hmac.compare_digest(received, expected)
+def is_proof(received: str, secret: bytes, *words: object) -> bool:
+    """Returns True for the `proof` of these words. Compares in constant time."""
+    return hmac.compare_digest(received.encode(errors="replace"), proof(secret, *words).encode())
 
 
 def listen(port: int) -> socket.socket:

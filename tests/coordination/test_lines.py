@@ -178,7 +178,7 @@ def test_no_lines_of_a_stranger_end_a_conversation_badly(said: list[bytes]):
 def claim_of(greeting: bytes, secret: bytes) -> bytes:
     """What a client answers a greeting."""
     nonce = greeting.split()[-1].decode()
-    proof = _sockets.proof(secret, "purpose", "client", "worker:1", "worker:0", nonce, "mine").hex()
+    proof = _sockets.proof(secret, "purpose", "client", "worker:1", "worker:0", nonce, "mine")
     return f"tfdist purpose worker:1 mine {proof}".encode()
 
 

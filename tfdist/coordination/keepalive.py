@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tfdist import _sockets
 from tfdist.cluster import Cluster
@@ -42,9 +42,11 @@ class Keepalive:
 
     Args:
       addresses: "host:port" by the name of the task.
+      given_up: returns the tasks whose connections are to be ended; called at each look of the thread.
     """
 
-    def __init__(self, addresses: Mapping[str, str]) -> None:
+    def __init__(self, addresses: Mapping[str, str], given_up: Callable[[], Iterable[str]] = tuple) -> None:
+        self._given_up = given_up
         self._addresses = dict(addresses)
         # Names of the tasks by IP address and port, as far as they are known.
         self._peers: dict[tuple[str, int], str] = {}
@@ -79,6 +81,8 @@ class Keepalive:
     def _run(self) -> None:
         while not self._ended.is_set():
             self.check()
+            for task in self._given_up():
+                self.end(task)
             self._ended.wait(_LOOK_EVERY_SECS)
 
     def _resolve(self) -> None:
@@ -105,10 +109,10 @@ class Keepalive:
                     yield connection, self._peers[_plain(host), port]
 
 
-def watch(cluster: Cluster) -> Keepalive:
-    """Starts to probe the connections of this process to all other tasks of its cluster."""
+def watch(cluster: Cluster, given_up: Callable[[], Iterable[str]] = tuple) -> Keepalive:
+    """Starts to probe the connections of this process to all other tasks of its cluster; see `Keepalive`."""
     others = [task for task in cluster.tasks if task != cluster.task and task.type != "evaluator"]
-    found = Keepalive({str(task): cluster.address(task) for task in others})
+    found = Keepalive({str(task): cluster.address(task) for task in others}, given_up)
     found.start()
     return found
 

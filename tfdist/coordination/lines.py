@@ -71,7 +71,7 @@ def identify(secret: bytes, purpose: str, name: str) -> Generator[bytes, bytes, 
     client, asked, proof = words[2:]
     if not _sockets.is_proof(proof, secret, purpose, "client", client, name, nonce, asked):
         raise ProtocolError("does not know this job's secret")
-    return client, _line(_sockets.proof(secret, purpose, "server", client, name, nonce, asked).hex())
+    return client, _line(_sockets.proof(secret, purpose, "server", client, name, nonce, asked))
 
 
 def _line(*words: str) -> bytes:
@@ -119,7 +119,7 @@ class Connection:
         if words[2] != server:
             raise ProtocolError(f"says that it is {words[2][:40]!r}")
         signed = name, server, words[3], secrets.token_hex(_NONCE_BYTES)
-        self.socket.sendall(_line(purpose, name, signed[3], _sockets.proof(secret, purpose, "client", *signed).hex()))
+        self.socket.sendall(_line(purpose, name, signed[3], _sockets.proof(secret, purpose, "client", *signed)))
         answer = self._read_words()
         if answer == REFUSED.decode().split():
             raise ProtocolError(f"does not accept {name}; {_SECRET}")

@@ -6,10 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import resource
 import socket
 import struct
-import sys
 import threading
 import time
 from typing import NamedTuple
@@ -35,7 +33,7 @@ class Usage:
       bytes_sent: bytes sent over TCP since the sampling began, as the kernel counts them; without headers.
       bytes_received: likewise.
       cpu_secs: CPU time of all its threads since its start.
-      memory_bytes: resident memory; where there is no /proc, its highest value so far.
+      memory_bytes: resident memory; 0 where there is no /proc.
       started_at: Unix time at which the sampling began. A task that was started again has another one.
       restarts: number of times that a launcher has started the job, or this task, again.
     """
@@ -138,10 +136,9 @@ def _restarts() -> int:
 
 
 def memory_bytes() -> int:
-    """Returns the resident memory of this process; where there is no /proc, its highest value so far."""
+    """Returns the resident memory of this process; 0 where there is no /proc."""
     try:
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - the shortest way, many times
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return highest if sys.platform == "darwin" else 1024 * highest
+    except OSError:
+        return 0

@@ -7,6 +7,7 @@ The servers themselves are in `task.py`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import threading
@@ -28,8 +29,6 @@ __all__ = ["Attachment", "EmbeddedCluster", "attach", "check_sizes", "cluster_of
 
 # A server process starts within a few seconds.
 _RESTARTS = Restarts(settled_secs=10.0)
-# Interval at which the launcher's notices are read.
-_NOTICE_SECS = 1.0
 _JOIN_SECS = 5.0
 
 
@@ -48,7 +47,7 @@ class Attachment:
         # chief look for the mark; servers that the program has started itself don't.
         servers = [task for task in cluster.tasks if task.type in ("worker", "ps")] if cluster.is_listed else []
         self._marks = {task: done_mark(cluster, task) for task in servers}
-        self._watched: tuple[keepalive.Keepalive, threading.Event] | None = None
+        self._watched: keepalive.Keepalive | None = None
         # True if this program ends early and will be started again.
         self.is_abandoned = False
 
@@ -69,16 +68,14 @@ class Attachment:
         if self.embedded is not None:
             self.embedded.keep_alive()
         else:
-            watched = keepalive.watch(self.cluster)
-            self._watched = watched, _watch_notices(watched)
+            notices = Reader(os.environ.get(NOTICES_VARIABLE))
+            self._watched = keepalive.watch(self.cluster, functools.partial(_given_up, notices))
 
     def close(self) -> None:
         """Ends an embedded cluster, and the threads of `watch`. May be called again."""
         _forks.not_at_exit(self.finish)
         if self._watched is not None:
-            watched, ended = self._watched
-            watched.stop()
-            ended.set()
+            self._watched.stop()
         if self.embedded is not None:
             self.embedded.close()
 
@@ -135,26 +132,12 @@ def attach(
     return attachment
 
 
-def _watch_notices(watched: keepalive.Keepalive) -> threading.Event:
-    """Starts a thread that ends the connections to workers that the launcher has given up; calls to them then fail.
-
-    Returns:
-      The event that ends the thread.
-    """
-    path, ended = os.environ.get(NOTICES_VARIABLE), threading.Event()
-    if path:
-        given = Reader(path), watched, ended
-        threading.Thread(target=_follow_notices, args=given, name="tfdist notices", daemon=True).start()
-    return ended
-
-
-def _follow_notices(reader: Reader, watched: keepalive.Keepalive, ended: threading.Event) -> None:
-    while not ended.wait(_NOTICE_SECS):
-        for line in reader.new_lines():
-            if line.startswith(GIVEN_UP):
-                task = line.removeprefix(GIVEN_UP)
-                _log.say(f"the launcher has given up {task}; going on without it")
-                watched.end(task)
+def _given_up(notices: Reader) -> list[str]:
+    """Returns the workers that the launcher has given up since the last call."""
+    found = [line.removeprefix(GIVEN_UP) for line in notices.new_lines() if line.startswith(GIVEN_UP)]
+    for task in found:
+        _log.say(f"the launcher has given up {task}; going on without it")
+    return found
 
 
 def cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Cluster:

@@ -269,7 +269,7 @@ def done_mark(cluster: Cluster, task: Task) -> pathlib.Path:
     The name of its folder can't be guessed if a launcher has passed a secret to all tasks.
     """
     identity = f"{sorted((job, sorted(tasks.items())) for job, tasks in cluster.jobs.items())} {task}"
-    digest = _sockets.proof(_secret(), "done", identity).hex()
+    digest = _sockets.proof(_secret(), "done", identity)
     return _MARKS / f"tfdist-{digest[:24]}" / "done"
 
 
