@@ -270,7 +270,8 @@ class LineServer:
         self._tick, self._every_secs = tick, every_secs
         self.peers: dict[Peer, None] = {}
         self.is_closing = False
-        self.loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        # Whatever kind of loop the program has chosen: this one sends at once.
+        self.loop, self._stop = asyncio.SelectorEventLoop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist-line-server", daemon=True)
 
     def __enter__(self) -> LineServer:
