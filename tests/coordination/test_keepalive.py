@@ -61,16 +61,6 @@ def test_connections_to_tasks_are_probed_and_no_others(connect):
     assert user_timeout_ms(near) == 1000 * keepalive.LOST_SECS
 
 
-def test_connections_made_later_are_probed_too(connect):
-    address, _, _ = connect()
-    watched = keepalive.Keepalive({"worker:0": address})
-    watched.check()
-    host, port = address.split(":")
-    with socket.create_connection((host, int(port))) as later:
-        watched.check()
-        assert is_probed(later)
-
-
 def test_a_mapped_ipv4_peer_is_recognised(connect):
     if not socket.has_dualstack_ipv6():
         pytest.skip("there is no IPv6 here")

@@ -59,13 +59,6 @@ def test_progress_is_no_stall(lines: list[str]):
     assert lines == []
 
 
-def test_nothing_going_on_is_no_stall(lines: list[str]):
-    clock = Clock()
-    watched = reporter(clock)
-    check_every_second(watched, clock, 100)
-    assert lines == []
-
-
 def test_two_blocks_of_one_name_are_two_things(lines: list[str]):
     clock = Clock()
     watched = reporter(clock)
