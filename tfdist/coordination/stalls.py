@@ -309,14 +309,12 @@ class InterruptEscape:
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(handler):
             return
+        if (programs_own := signal.set_wakeup_fd(-1)) != -1:
+            signal.set_wakeup_fd(programs_own)
+            return
         read, write = os.pipe()
         os.set_blocking(write, False)
-        displaced = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        if displaced != -1:
-            signal.set_wakeup_fd(displaced)
-            os.close(read)
-            os.close(write)
-            return
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._pipe, self._previous = (read, write), handler
         signal.signal(signal.SIGINT, self._deliver)
         threading.Thread(target=self._watch, args=(read,), name="tfdist-interrupt", daemon=True).start()
