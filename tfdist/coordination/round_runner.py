@@ -320,7 +320,7 @@ class RoundRunner:
             self._forget(replica)
 
     def _note_change(self) -> None:
-        """Wakes all threads: `collect` has ended if all contributions are delivered, and only accepted ones are."""
+        """Wakes all threads; `collect` returns if all accepted contributions, and enough of them, are delivered."""
         needed = max(len(self._accepted_at), self._policy.replicas_to_aggregate)
         self._is_complete = len(self._delivered) >= needed
         self._startable.notify_all()
