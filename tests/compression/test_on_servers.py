@@ -59,8 +59,7 @@ def test_damaged_halves_name_their_sender(dtype: str) -> None:
     np.testing.assert_array_equal(server(content, message, sender)[0], halves)
     damaged = message.copy()
     damaged[-1] ^= 1
-    for wrong, words in ((message[:-1], "truncated"), (damaged, "damaged on the way")):
-        with pytest.raises(ValueError, match=f"the message of worker:3 can't be decoded: it .*{words}"):
-            server(content, wrong, sender)
-    with pytest.raises(ValueError, match="it is of other tensors"):
-        server(on_servers.request("content", SPECS[:1]), message, sender)
+    other = on_servers.request("content", SPECS[:1])
+    for asked, wrong in ((content, message[:-1]), (content, damaged), (other, message)):
+        with pytest.raises(ValueError, match="the message of worker:3 can't be decoded: it was damaged on the way, or"):
+            server(asked, wrong, sender)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
@@ -60,7 +59,7 @@ class LocalTransport:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Codec(abc.ABC):
+class Codec:
     """Encodes the gradients of a step. Pure: state goes in and comes out, and no method has a side effect.
 
     A codec with error feedback keeps a residual in its state: gradients sent plus residual kept equal the gradients
@@ -166,8 +165,18 @@ class Codec(abc.ABC):
         return f"{type(self).__name__}({', '.join(given)})"
 
     def _checked(self, tensors: Sequence[Any], state: State) -> list[tf.TensorSpec]:
-        specs = checked_specs(self, specs_of(self, tensors))
-        _check_state(self, state, self._state_specs(specs))
+        for index, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices | tf.SparseTensor):
+                raise TypeError(
+                    f"{self!r} compresses dense gradients; send the rows of a sparse one as they are, or convert it by "
+                    f"tf.convert_to_tensor. Received: {type(tensor).__name__} as gradient {index}"
+                )
+        specs = checked_specs(self, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
+        given = {name: (value.dtype, value.shape) for name, value in state.items()}
+        if given != {name: (spec.dtype, spec.shape) for name, spec in self._state_specs(specs).items()}:
+            raise ValueError(
+                f"the state is not that of these gradients under {self!r}; call init again. Received: {given}"
+            )
         return specs
 
     def _state_specs(self, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
@@ -175,15 +184,13 @@ class Codec(abc.ABC):
         del specs
         return {}
 
-    @abc.abstractmethod
     def _encode(
         self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: State
-    ) -> tuple[tf.Tensor, State]: ...
+    ) -> tuple[tf.Tensor, State]:
+        raise TypeError(f"{self!r} needs more than one message; call exchange, not encode")
 
-    @abc.abstractmethod
-    def _decode(
-        self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]
-    ) -> list[tf.Tensor]: ...
+    def _decode(self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]) -> list[tf.Tensor]:
+        raise TypeError(f"{self!r} needs more than one message; call exchange, not decode")
 
 
 def sizes_of(specs: Sequence[tf.TensorSpec]) -> list[int]:
@@ -212,21 +219,6 @@ def _heads_are_finite(sums: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.reduce_all(tf.math.is_finite(tf.concat(heads, 0))) if heads else tf.constant(True)
 
 
-def specs_of(codec: Codec, tensors: Sequence[Any]) -> list[tf.TensorSpec]:
-    """Returns the specs of dense tensors.
-
-    Raises:
-      TypeError: a tensor is sparse.
-    """
-    for index, tensor in enumerate(tensors):
-        if isinstance(tensor, tf.IndexedSlices | tf.SparseTensor):
-            raise TypeError(
-                f"{codec!r} compresses dense gradients; send the rows of a sparse one as they are, or convert it by "
-                f"tf.convert_to_tensor. Received: {type(tensor).__name__} as gradient {index}"
-            )
-    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-
-
 def checked_specs(codec: Codec, specs: Sequence[tf.TensorSpec]) -> list[tf.TensorSpec]:
     """Returns the specs.
 
@@ -253,14 +245,3 @@ def check_fraction(codec: str, name: str, value: Any) -> None:
     """Raises ValueError unless a density is in (0, 1]."""
     if not _checks.is_number(value) or not 0 < value <= 1:
         raise ValueError(f"{codec}({name}=...) must be a density in (0, 1], such as 0.001. Received: {name}={value!r}")
-
-
-def _check_state(codec: Codec, state: State, wanted: dict[str, tf.TensorSpec]) -> None:
-    found = {name: f"{value.dtype.name} {tuple(value.shape)}" for name, value in state.items()}
-    needed = {name: f"{spec.dtype.name} {tuple(spec.shape)}" for name, spec in wanted.items()}
-    if found != needed:
-        name = sorted(name for name in {*found, *needed} if found.get(name) != needed.get(name))[0]
-        raise ValueError(
-            f"the state is not that of these gradients under {codec!r}; call init again. {name!r} must be "
-            f"{needed.get(name, 'absent')}. Received: {found.get(name, 'none')}"
-        )

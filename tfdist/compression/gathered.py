@@ -27,32 +27,25 @@ CHUNK = 1 << 16
 Arrays = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
-class Payload:
-    """Content of a frame."""
-
-    flags: int
-    parts: list[bytes | np.ndarray]
+# Flags and payload of a frame, and the new state.
+Encoded = tuple[int, list[bytes | np.ndarray], Arrays]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class GatheredCodec(codec.Codec):
+class GatheredCodec(codec.Codec, abc.ABC):
     """Codec on flat float32 arrays, in a frame. Subclasses implement `_encode_arrays` and `_add_payload`."""
 
     commutes_with_sum: ClassVar[bool] = False
-    # In the frame; never to be used again for another codec.
-    number: ClassVar[int]
 
     def _encode(
         self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: codec.State
     ) -> tuple[tf.Tensor, codec.State]:
         names = list(state)
-        layout = frames.FrameLayout.of(codec.sizes_of(specs))
 
         def encode(*inputs: np.ndarray) -> list[np.ndarray]:
             gradients, values = inputs[: len(specs)], inputs[len(specs) :]
             old = dict(zip(names, values, strict=True))
-            message, new = self.message_of(gradients, old, layout)
+            message, new = self.message_of(gradients, old)
             return [message, *(new[name] for name in names)]
 
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
@@ -70,24 +63,23 @@ class GatheredCodec(codec.Codec):
         flat = _in_numpy(decode, [received], [tf.float32] * len(sizes)) if sizes else []
         return [tf.cast(tf.reshape(total, spec.shape), spec.dtype) for total, spec in zip(flat, specs, strict=True)]
 
-    def message_of(
-        self, gradients: Sequence[np.ndarray], state: Arrays, layout: frames.FrameLayout
-    ) -> tuple[np.ndarray, Arrays]:
+    def message_of(self, gradients: Sequence[np.ndarray], state: Arrays) -> tuple[np.ndarray, Arrays]:
         """Encodes arrays, as `encode` does tensors.
 
         Args:
           gradients: float32 [size] each.
           state: 1-D arrays by name; of scalars [1].
-          layout: of the gradients.
 
         Returns:
           The message, uint8 [length], and the new state.
         """
-        payload, new = self._encode_arrays(gradients, state)
-        if payload is None:
-            # TensorFlow may share the memory of the old state.
-            payload, new = Payload(frames.NON_FINITE, []), {name: value.copy() for name, value in state.items()}
-        return frames.build(self.number, payload.flags, layout, payload.parts), new
+        # TensorFlow may share the memory of the old state.
+        flags, payload, new = self._encode_arrays(gradients, state) or (
+            frames.NON_FINITE,
+            [],
+            {name: value.copy() for name, value in state.items()},
+        )
+        return frames.build(self._origin([gradient.size for gradient in gradients]), flags, payload), new
 
     def sum_of(self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str]) -> list[np.ndarray]:
         """Decodes messages, as `decode` does.
@@ -101,31 +93,29 @@ class GatheredCodec(codec.Codec):
           The sums, float32 [size] each.
 
         Raises:
-          ValueError: a message is truncated or damaged, or does not fit; its sender is named.
+          ValueError: a message is damaged, or does not fit; its sender is named.
         """
-        if len(rows) != len(senders):
-            raise ValueError(f"each message needs the name of its sender. Received: {len(rows)} messages, {senders=}")
         sums = [frames.empty(size) for size in sizes]
         for total in sums:
             total.fill(0)
-        layout, is_finite = frames.FrameLayout.of(sizes), True
+        origin, is_finite = self._origin(sizes), True
         for row, sender in zip(rows, senders, strict=True):
-            try:
-                flags, payload = frames.parse(row, self.number, layout)
-                if flags & frames.NON_FINITE:
-                    is_finite = False
-                else:
-                    with np.errstate(over="ignore", invalid="ignore"):
-                        self._add_payload(flags, payload, sums)
-            except ValueError as error:
-                raise ValueError(f"the message of {sender} can't be decoded: {error}") from None
+            flags, payload = frames.parse(row, origin, sender)
+            if flags & frames.NON_FINITE:
+                is_finite = False
+            else:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    self._add_payload(flags, payload, sums)
         for total in () if is_finite else sums:
             total.fill(np.nan)
         return sums
 
+    def _origin(self, sizes: Sequence[int]) -> int:
+        return frames.origin_of(type(self).__name__, sizes)
+
     @abc.abstractmethod
-    def _encode_arrays(self, gradients: Sequence[np.ndarray], state: Arrays) -> tuple[Payload | None, Arrays]:
-        """Encodes gradients; returns the payload, None if a value is not finite, and the new state.
+    def _encode_arrays(self, gradients: Sequence[np.ndarray], state: Arrays) -> Encoded | None:
+        """Encodes gradients; returns None if a value is not finite.
 
         Args:
           gradients: float32 [size]; neither they nor the state may be written to.
@@ -134,11 +124,7 @@ class GatheredCodec(codec.Codec):
 
     @abc.abstractmethod
     def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
-        """Adds the values of a payload, uint8, to float32 arrays.
-
-        Raises:
-          ValueError: `_encode_arrays` returns no such payload.
-        """
+        """Adds the values of a payload of `_encode_arrays`, uint8, to float32 arrays."""
 
 
 def per_tensor(name: str, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
@@ -156,6 +142,30 @@ def slices_of(entries: np.ndarray, sizes: Sequence[int]) -> list[slice]:
     # Entry 2 * p is the first at position p or behind it.
     bounds = np.searchsorted(entries, 2 * np.cumsum([0, *sizes], dtype=np.int64))
     return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def add_at(entries: np.ndarray, values: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+    """Adds a value to the place of each entry in the tensors of a step; no two entries are at one place."""
+    first = 0
+    for tensor, chosen in zip(tensors, slices_of(entries, [each.size for each in tensors]), strict=True):
+        tensor[(entries[chosen] >> 1) - first] += values[chosen]
+        first += tensor.size
+
+
+def add_bytes(data: np.ndarray, values: Sequence[np.ndarray], tensors: Sequence[np.ndarray]) -> None:
+    """Adds the values that bytes stand for to tensors, each of which begins with a byte.
+
+    Args:
+      data: uint8.
+      values: for each tensor those of each byte, float32 [256, values of a byte].
+      tensors: float32 arrays.
+    """
+    for tensor, table in zip(tensors, values, strict=True):
+        in_byte = table.shape[1]
+        row, data = np.split(data, [-(-tensor.size // in_byte)])
+        for start in range(0, tensor.size, CHUNK):
+            part = tensor[start : start + CHUNK]
+            part += table[row[start // in_byte : (start + CHUNK) // in_byte]].reshape(-1)[: part.size]
 
 
 def adding(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> Callable[[slice], object]:

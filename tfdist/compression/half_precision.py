@@ -34,8 +34,6 @@ class HalfPrecision(codec.Codec):
     dtype: str
 
     commutes_with_sum: ClassVar[bool] = True
-    # In the frame of a message to a parameter server; see `gathered.GatheredCodec.number`.
-    number: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:

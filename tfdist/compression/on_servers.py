@@ -106,24 +106,17 @@ class CodecServer:
     def _encode(self, prepared: _Prepared, *arrays: np.ndarray) -> list[np.ndarray]:
         count = len(prepared.content["sizes"])
         state = dict(zip(prepared.content["state"], arrays[count:], strict=True))
-        message, new = prepared.codec.message_of(arrays[:count], state, prepared.layout)
+        message, new = prepared.codec.message_of(arrays[:count], state)
         return [message, self._name(), *(new[name] for name in state)]
 
     def _decode(self, prepared: _Prepared, message: np.ndarray, sender: np.ndarray) -> list[np.ndarray]:
-        name = sender.tobytes().decode(errors="replace")
-        return prepared.codec.sum_of(message[np.newaxis], prepared.content["sizes"], [name])
+        return prepared.codec.sum_of(message[np.newaxis], prepared.content["sizes"], [_text(sender)])
 
     def _frame(self, prepared: _Prepared, halves: np.ndarray) -> list[np.ndarray]:
-        return [frames.build(compression.HalfPrecision.number, 0, prepared.layout, [halves]), self._name()]
+        return [frames.build(prepared.origin_of_halves, 0, [halves]), self._name()]
 
     def _content(self, prepared: _Prepared, message: np.ndarray, sender: np.ndarray) -> list[np.ndarray]:
-        try:
-            _, halves = frames.parse(message, compression.HalfPrecision.number, prepared.layout)
-            if halves.size != 2 * prepared.layout.num_values:
-                raise ValueError(f"it has {halves.size} bytes, not {2 * prepared.layout.num_values}")
-        except ValueError as error:
-            name = sender.tobytes().decode(errors="replace")
-            raise ValueError(f"the message of {name} can't be decoded: {error}") from None
+        _, halves = frames.parse(message, prepared.origin_of_halves, _text(sender))
         return [halves]
 
     def _name(self) -> np.ndarray:
@@ -142,10 +135,14 @@ class _Prepared:
         return {kind.__name__: kind for kind in _GATHERED}[name](**arguments)
 
     @functools.cached_property
-    def layout(self) -> frames.FrameLayout:
-        return frames.FrameLayout.of(self.content["sizes"])
+    def origin_of_halves(self) -> int:
+        return frames.origin_of(compression.HalfPrecision.__name__, self.content["sizes"])
 
 
 @functools.cache
 def _prepared(request: bytes) -> _Prepared:
     return _Prepared(json.loads(request))
+
+
+def _text(name: np.ndarray) -> str:
+    return name.tobytes().decode(errors="replace")

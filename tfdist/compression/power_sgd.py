@@ -97,14 +97,6 @@ class PowerSGD(codec.Codec):
         n, m = _matrix_shape(spec.shape)
         return n * m >= self.min_compression * (n + m) * self.rank and self.rank <= min(n, m)
 
-    def _encode(
-        self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: codec.State
-    ) -> tuple[tf.Tensor, codec.State]:
-        raise TypeError(f"{self!r} sums twice, and the second sum depends on the first; call exchange, not encode")
-
-    def _decode(self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]) -> list[tf.Tensor]:
-        raise TypeError(f"{self!r} sums twice, and the second sum depends on the first; call exchange, not decode")
-
     def _state_specs(self, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
         chosen = [(index, spec) for index, spec in enumerate(specs) if self._is_compressed(spec)]
         residuals = {f"residual/{index}": tf.TensorSpec(spec.shape, tf.float32) for index, spec in chosen}

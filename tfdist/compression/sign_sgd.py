@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -25,14 +24,10 @@ class SignSGD(gathered.GatheredCodec):
     State: `residual/i` per tensor (float32).
     """
 
-    number: ClassVar[int] = 3
-
     def _state_specs(self, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.TensorSpec]:
         return gathered.per_tensor("residual", specs)
 
-    def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
-    ) -> tuple[gathered.Payload | None, gathered.Arrays]:
+    def _encode_arrays(self, gradients: Sequence[np.ndarray], state: gathered.Arrays) -> gathered.Encoded | None:
         new: gathered.Arrays = {}
         scales, signs = [], []
         for index, gradient in enumerate(gradients):
@@ -40,24 +35,18 @@ class SignSGD(gathered.GatheredCodec):
             values = frames.empty(gradient.size)
             add = gathered.adding(state[name], gradient, values)
             if gathered.compute_and_find(values, add, gathered.LARGEST, np.zeros(0, np.int64)) is None:
-                return None, state
+                return None
             scale = _mean_magnitude(values)
             signs.append(_take_signs(values, scale))
             new[name] = values
             scales.append(scale)
-        return gathered.Payload(0, [np.array(scales, "<f4").view(np.uint8), *signs]), new
+        return 0, [np.array(scales, "<f4").view(np.uint8), *signs], new
 
     def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
-        lengths = [(total.size + 7) // 8 for total in sums]
-        if payload.size != 4 * len(sums) + sum(lengths):
-            raise ValueError(f"it has {payload.size} bytes, not {4 * len(sums) + sum(lengths)}")
-        scales = np.frombuffer(payload[: 4 * len(sums)].tobytes(), "<f4")
-        if not np.isfinite(scales).all() or (scales < 0).any():
-            raise ValueError("it has a mean magnitude that is negative or not finite")
-        data = payload[4 * len(sums) :]
-        for total, scale, length in zip(sums, scales, lengths, strict=True):
-            signs, data = np.split(data, [length])
-            _add_signs(total, scale, signs)
+        scales, data = np.split(payload, [4 * len(sums)])
+        # Eight values of each byte.
+        signs = (1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1)).astype(np.float32)
+        gathered.add_bytes(data, np.frombuffer(scales.tobytes(), "<f4")[:, None, None] * signs, sums)
 
 
 def _take_signs(values: np.ndarray, scale: np.float32) -> np.ndarray:
@@ -68,14 +57,6 @@ def _take_signs(values: np.ndarray, scale: np.float32) -> np.ndarray:
         bits.append(np.packbits(np.signbit(part), bitorder="little"))
         part -= np.copysign(scale, part)
     return np.concatenate(bits)
-
-
-def _add_signs(values: np.ndarray, scale: np.float32, bits: np.ndarray) -> None:
-    # Eight values of each byte.
-    eight = (1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1)).astype(np.float32) * scale
-    for start in range(0, values.size, gathered.CHUNK):
-        part = values[start : start + gathered.CHUNK]
-        part += eight[bits[start // 8 : (start + gathered.CHUNK) // 8]].reshape(-1)[: part.size]
 
 
 def _mean_magnitude(values: np.ndarray) -> np.float32:

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import struct
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -65,8 +64,6 @@ class Threshold(gathered.GatheredCodec):
     max_density: float = 1e-2
     clip_every: int | None = 5
 
-    number: ClassVar[int] = 1
-
     def __post_init__(self) -> None:
         is_number = _checks.is_number(self.tau) and gathered.SMALLEST <= self.tau <= gathered.LARGEST
         if not is_number and not (isinstance(self.tau, str) and self.tau == "adaptive"):
@@ -91,9 +88,7 @@ class Threshold(gathered.GatheredCodec):
         scalars = {"tau": tf.TensorSpec([], tf.float32), "step": tf.TensorSpec([], tf.int64)}
         return {**gathered.per_tensor("residual", specs), **scalars}
 
-    def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
-    ) -> tuple[gathered.Payload | None, gathered.Arrays]:
+    def _encode_arrays(self, gradients: Sequence[np.ndarray], state: gathered.Arrays) -> gathered.Encoded | None:
         kept = [state[f"residual/{index}"] for index in range(len(gradients))]
         tau = np.float32(self.tau) if not isinstance(self.tau, str) else state["tau"][0]
         if tau == 0:
@@ -103,37 +98,40 @@ class Threshold(gathered.GatheredCodec):
         # Without any value other than 0 there is no tau yet, but values must be finite.
         found = _add_all(kept, gradients, float(tau) or gathered.LARGEST, entries)
         if found is None:
-            return None, state
+            return None
         residuals, count = found
         if count > entries.size:
-            payload = gathered.Payload(_BITMAP, [_HEAD.pack(tau, count), *(_send_bitmap(r, tau) for r in residuals)])
+            flags, sent = _BITMAP, [_send_bitmap(residual, tau) for residual in residuals]
         else:
             entries = entries[:count]
-            _scatter(residuals, entries, -float(tau))
-            payload = gathered.Payload(0, [_HEAD.pack(tau, count), frames.encode(entries, has_signs=True)])
+            gathered.add_at(entries, _signed(-tau, entries), residuals)
+            flags, sent = 0, [frames.encode(entries, has_signs=True)]
         step = int(state["step"][0]) + 1
         if tau and self.clip_every is not None and step % self.clip_every == 0:
             limit = min(_CLIP * float(tau), gathered.LARGEST)
             for residual in residuals:
                 np.clip(residual, -limit, limit, out=residual)
-        return payload, {
-            **{f"residual/{index}": residual for index, residual in enumerate(residuals)},
-            "tau": np.array([self._next_tau(float(tau), count / max(1, total))], np.float32),
-            "step": np.array([step], np.int64),
-        }
+        return (
+            flags,
+            [_HEAD.pack(tau, count), *sent],
+            {
+                **{f"residual/{index}": residual for index, residual in enumerate(residuals)},
+                "tau": np.array([self._next_tau(float(tau), count / max(1, total))], np.float32),
+                "step": np.array([step], np.int64),
+            },
+        )
 
     def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
-        if payload.size < _HEAD.size:
-            raise ValueError("it has no tau")
         tau, count = _HEAD.unpack(payload[: _HEAD.size].tobytes())
         data = payload[_HEAD.size :]
-        if not math.isfinite(tau) or tau < 0:
-            raise ValueError(f"its tau is {tau}")
         if flags & _BITMAP:
-            _add_bitmap(data, np.float32(tau), sums)
-            return
-        sizes = [total.size for total in sums]
-        _scatter(sums, frames.decode(data, count, True, sum(sizes)), tau)
+            # Four values of each byte.
+            pairs = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3
+            values = np.array([0, tau, 0, -tau], np.float32)[pairs]
+            gathered.add_bytes(data, [values] * len(sums), sums)
+        else:
+            entries = frames.decode(data, count, has_signs=True)
+            gathered.add_at(entries, _signed(np.float32(tau), entries), sums)
 
     def _first_tau(self, residuals: Sequence[np.ndarray], gradients: Sequence[np.ndarray]) -> np.float32:
         """Returns the magnitude that the wanted fraction of the values exceeds, or 0 if all are 0."""
@@ -180,13 +178,9 @@ def _add_all(
     return sums, count
 
 
-def _scatter(tensors: Sequence[np.ndarray], entries: np.ndarray, tau: float) -> None:
-    """Adds tau to the values of positive entries, and subtracts it from those of negative ones."""
-    first = 0
-    for tensor, chosen in zip(tensors, gathered.slices_of(entries, [each.size for each in tensors]), strict=True):
-        # The positions are distinct.
-        tensor[(entries[chosen] >> 1) - first] += np.where(entries[chosen] & 1, np.float32(-tau), np.float32(tau))
-        first += tensor.size
+def _signed(tau: np.float32, entries: np.ndarray) -> np.ndarray:
+    """Returns tau for positive entries, and -tau for negative ones."""
+    return np.where(entries & 1, -tau, tau)
 
 
 def _send_bitmap(residual: np.ndarray, tau: np.float32) -> np.ndarray:
@@ -200,18 +194,3 @@ def _send_bitmap(residual: np.ndarray, tau: np.float32) -> np.ndarray:
         values -= bits[:, 0] * np.copysign(tau, values)
         packed.append(np.packbits(bits.reshape(-1), bitorder="little"))
     return np.concatenate([np.zeros(0, np.uint8), *packed])
-
-
-def _add_bitmap(data: np.ndarray, tau: np.float32, sums: Sequence[np.ndarray]) -> None:
-    if data.size != sum((total.size + 3) // 4 for total in sums):
-        raise ValueError("its bitmap is of another length")
-    # Four values of a byte; a byte with a value that is negative and not sent is no byte of a bitmap.
-    pairs = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3
-    values = np.array([0, tau, np.nan, -tau], np.float32)[pairs]
-    for total in sums:
-        row, data = np.split(data, [(total.size + 3) // 4])
-        if (row & ~row << 1 & 0xAA).any():
-            raise ValueError("its bitmap has a value that is negative and not sent")
-        for start in range(0, total.size, gathered.CHUNK):
-            part = total[start : start + gathered.CHUNK]
-            part += values[row[start // 4 : (start + gathered.CHUNK) // 4]].reshape(-1)[: part.size]

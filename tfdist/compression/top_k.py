@@ -53,7 +53,6 @@ class TopK(gathered.GatheredCodec):
     momentum: float = 0.9
     values: str = "float32"
 
-    number: ClassVar[int] = 2
     unsent: ClassVar[tuple[str, ...]] = ("residual", "velocity")
 
     def __post_init__(self) -> None:
@@ -75,9 +74,7 @@ class TopK(gathered.GatheredCodec):
         velocity = gathered.per_tensor("velocity", specs) if self.momentum else {}
         return {**gathered.per_tensor("residual", specs), **velocity, "step": tf.TensorSpec([], tf.int64)}
 
-    def _encode_arrays(
-        self, gradients: Sequence[np.ndarray], state: gathered.Arrays
-    ) -> tuple[gathered.Payload | None, gathered.Arrays]:
+    def _encode_arrays(self, gradients: Sequence[np.ndarray], state: gathered.Arrays) -> gathered.Encoded | None:
         density = self.density_of(int(state["step"][0]))
         new: gathered.Arrays = {}
         entries, values, first = [np.zeros(0, np.int64)], [np.zeros(0, _DTYPES[self.values])], 0
@@ -85,7 +82,7 @@ class TopK(gathered.GatheredCodec):
             names = [f"residual/{index}", *([f"velocity/{index}"] if self.momentum else [])]
             selected = self._select([state[name] for name in names], gradient, density)
             if selected is None:
-                return None, state
+                return None
             positions, sent, *kept = selected
             new.update(zip(names, kept, strict=True))
             entries.append((positions + first) * 2)
@@ -96,7 +93,7 @@ class TopK(gathered.GatheredCodec):
         head = _HEAD.pack(found.size, coded.size, sent.itemsize)
         new["step"] = state["step"] + 1
         data = sent.astype(sent.dtype.newbyteorder("<")).view(np.uint8)
-        return gathered.Payload(0, [head, coded, data]), {name: new[name] for name in state}
+        return 0, [head, coded, data], {name: new[name] for name in state}
 
     def _select(self, old: Sequence[np.ndarray], gradient: np.ndarray, density: float) -> tuple[np.ndarray, ...] | None:
         """Returns the positions and values to send of a tensor, and its new state; None if a value is not finite."""
@@ -147,23 +144,10 @@ class TopK(gathered.GatheredCodec):
         return max(bound, _below(gathered.SMALLEST)) if bound <= gathered.LARGEST else gathered.LARGEST
 
     def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
-        if payload.size < _HEAD.size:
-            raise ValueError("it has no number of entries")
         count, coded_size, value_size = _HEAD.unpack(payload[: _HEAD.size].tobytes())
-        dtype = {2: "<f2", 4: "<f4"}.get(value_size)
-        if dtype is None or payload.size != _HEAD.size + coded_size + count * value_size:
-            raise ValueError(f"it has {payload.size} bytes for {count} values of {value_size} bytes")
         coded, data = np.split(payload[_HEAD.size :], [coded_size])
-        sizes = [total.size for total in sums]
-        entries = frames.decode(coded, count, False, sum(sizes))
-        values = np.frombuffer(data.tobytes(), dtype).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise ValueError("it has a value that is not finite")
-        first = 0
-        for total, chosen in zip(sums, gathered.slices_of(entries, sizes), strict=True):
-            # Positions of one message are distinct.
-            total[(entries[chosen] >> 1) - first] += values[chosen]
-            first += total.size
+        values = np.frombuffer(data.tobytes(), f"<f{value_size}").astype(np.float32)
+        gathered.add_at(frames.decode(coded, count, has_signs=False), values, sums)
 
 
 def _largest(values: np.ndarray, candidates: np.ndarray, number: int) -> np.ndarray:
