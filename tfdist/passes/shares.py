@@ -76,13 +76,12 @@ class Shares:
             return None
         total, is_first = count, tf.constant(True)
         if replicas.has_other_workers(strategy):
-            workers, index = replicas.worker_count(strategy), replicas.worker_index(strategy)
-            content = inputs.content_or(strategy, batches[0], index)
+            workers, content = replicas.worker_count(strategy), inputs.content(strategy).read_value()
             (sums,) = sum_over_workers([tf.stack([count, content, content * content])])
             # By Cauchy and Schwarz, only equal numbers have this sum of their squares.
             is_same = tf.equal(sums[2] * workers, sums[1] * sums[1])
             total = tf.where(is_same, count, sums[0])
-            is_first = tf.logical_or(tf.logical_not(is_same), index == 0)
+            is_first = tf.logical_or(tf.logical_not(is_same), replicas.worker_index(strategy) == 0)
         own = tf.where(is_first, count, tf.zeros_like(count))
         rows = (own, *[tf.zeros_like(own)] * (len(batches) - 1))
         return cls(rows, total, strategy.num_replicas_in_sync, may_repeat=True)

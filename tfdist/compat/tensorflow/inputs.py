@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
@@ -348,57 +350,36 @@ def count_single_batch(strategy: Any, call: calls.Call) -> None:
     if call.predicts:
         call.change = lambda outputs: _own(outputs, call.arguments.get("x"), strategy)
     elif replicas.has_other_workers(strategy):
-        call.around = _single(strategy)
+        call.around = _single(strategy, call.arguments)
 
 
-def content_or(strategy: tf.distribute.Strategy, batch: Any, otherwise: int) -> tf.Tensor:
-    """Returns a number for the content of a batch given to `train_on_batch` or `test_on_batch`; else another number.
+def content(strategy: tf.distribute.Strategy) -> tf.Variable:
+    """Returns the variable of a number for the content of the batch in `train_on_batch` and `test_on_batch`.
 
-    Args:
-      strategy: the strategy, of several workers.
-      batch: the step's argument on a replica.
-      otherwise: the number in any other step. Keras may run one traced step in both.
+    In any other step each worker has another number there: Keras may run one traced step in both.
     """
-    return tf.cond(_is_single(strategy), lambda: _content(batch), lambda: tf.constant(otherwise, tf.int64))
 
-
-def _content(batch: Any) -> tf.Tensor:
-    leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
-    with tf.device("/device:CPU:0"):
-        found = [tf.constant(0, tf.int64)]
-        for leaf in leaves:
-            if leaf.dtype in (tf.resource, tf.variant):
-                continue
-            # A last byte or string, since there is no fingerprint of nothing.
-            data = tf.reshape(leaf, [1, -1]) if leaf.dtype == tf.string else tf.reshape(_as_bytes(leaf), [1, -1])
-            data = tf.concat([data, tf.zeros([1, 1], data.dtype) if data.dtype != tf.string else [[""]]], 1)
-            mark = tf.bitcast(tf.raw_ops.Fingerprint(data=data, method="farmhash64")[0], tf.int64)
-            found.append(tf.bitwise.bitwise_and(mark + 31 * found[-1], 2**_CONTENT_BITS - 1))
-    return found[-1]
-
-
-def _as_bytes(leaf: tf.Tensor) -> tf.Tensor:
-    return tf.bitcast(tf.cast(leaf, tf.uint8) if leaf.dtype == tf.bool else leaf, tf.uint8)
-
-
-def _is_single(strategy: tf.distribute.Strategy) -> tf.Variable:
     def make() -> tf.Variable:
         with tf.device("/device:CPU:0"):
-            return tf.Variable(False, trainable=False)
+            return tf.Variable(-1 - replicas.worker_index(strategy), trainable=False, dtype=tf.int64)
 
     facts = replicas.facts_of(strategy)
-    if facts.is_single_batch is None:
-        facts.is_single_batch = graphs.call_outside(make)
-    return facts.is_single_batch
+    if facts.content is None:
+        facts.content = graphs.call_outside(make)
+    return facts.content
 
 
 @contextlib.contextmanager
-def _single(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    _is_single(strategy).assign(True)
+def _single(strategy: tf.distribute.Strategy, given: Mapping[str, Any]) -> Iterator[None]:
+    found, batch = 0, [given.get(name) for name in ("x", "y", "sample_weight", "class_weight")]
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        array = np.asarray(leaf)
+        found = zlib.crc32(str(array.tolist()).encode() if array.dtype == object else array.tobytes(), found)
+    content(strategy).assign(found % 2**_CONTENT_BITS)
     try:
         yield
     finally:
-        _is_single(strategy).assign(False)
+        content(strategy).assign(-1 - replicas.worker_index(strategy))
 
 
 def _own(outputs: Any, x: Any, strategy: Any) -> Any:

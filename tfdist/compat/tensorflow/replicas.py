@@ -54,7 +54,7 @@ class StrategyFacts:
       trains_without_run: True if a loop without `strategy.run` may train its models.
       adopts_seed_generators: True if seed generators that its replicas draw from get variables in its scope.
       counts_as_one_replica: True while a Keras step is traced: `num_replicas_in_sync` is 1 there.
-      is_single_batch: variable that is True during a `train_on_batch` or `test_on_batch`.
+      content: see `inputs.content`.
       rehearsed: keys of the steps whose variables were created, by the step's first layer.
     """
 
@@ -63,7 +63,7 @@ class StrategyFacts:
     trains_without_run: bool = False
     adopts_seed_generators: bool = False
     counts_as_one_replica: bool = False
-    is_single_batch: tf.Variable | None = None
+    content: tf.Variable | None = None
     rehearsed: weakref.WeakKeyDictionary[Any, set[Any]] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
 
