@@ -69,10 +69,8 @@ ENDED_BY = {
     "serving/task.py:_await_chief": "LOST_SECS",
     "strategies/_multi_worker_cluster.py:leave_at_exit.leave": "agreement.lost()",
     "telemetry/event_files.py:EventWriters._run": "self._ended",
-    "transport/mpi.py:Mpi._blame": "deadline",
-    "transport/mpi.py:Mpi._wait_for": "self._check()",
+    "transport/mpi.py:Mpi.wait_until": "limit_secs",
     "transport/mpi.py:_ending_if_alone.watch": "timeout_secs",
-    "transport/mpi.py:_leave": "limit",
     "telemetry/update_log/writer.py:LogWriter._run": "self._closed",
     "watching/watch.py:_follow": "refresh_secs",
 }

@@ -141,7 +141,7 @@ def test_what_the_check_raises_is_raised_by_every_later_sum_and_its_memory_is_ke
         with pytest.raises(ConnectionError, match="worker:1 has ended"):
             sums.sum(np.zeros(2, np.float32))
     assert isinstance(sums.failure, ConnectionError)
-    assert any(isinstance(each, np.ndarray) and each.size == 3 for each in sums._abandoned)
+    assert any(isinstance(each, np.ndarray) and each.size == 3 for held in sums._abandoned for each in held)
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -157,6 +157,7 @@ def test_an_error_of_the_library_names_who_was_lost(monkeypatch: pytest.MonkeyPa
             raise ConnectionError("worker:1 has ended")
 
     monkeypatch.setattr(mpi, "_BLAME_SECS", 0.05)
+    monkeypatch.setattr(mpi, "_CHECK_SECS", 0.01)
     sums = mpi.Mpi(Failing, Communicator(0, [[queue.Queue()] * 2] * 2, {}), check)
     expected = "worker:1 has ended" if lost else r"has failed in the MPI library: MPI_ERR_OTHER"
     with pytest.raises(ConnectionError, match=expected):

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import itertools
+import math
 import os
 import pathlib
 import re
@@ -44,10 +46,13 @@ _MARKS = 1021
 _SPIN_SECS, _YIELD_SECS = 50e-6, 500e-6
 _SLEEP_SECS = 50e-6
 _CHECK_SECS = 1.0
-# A firewall may keep MPI's connections, on ports of its own, from coming up.
 FIRST_SUMS_SECS = 20.0
 # Longest search for the lost worker after an error of the library.
 _BLAME_SECS = 12.0
+_LATE = (
+    f"MPI's first sum has not completed within {FIRST_SUMS_SECS:g} s; a firewall may keep its connections, on ports of "
+    "its own, from coming up: let all ports pass between the workers"
+)
 
 
 class Mpi:
@@ -70,12 +75,15 @@ class Mpi:
         self._before, self._after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         self._check = check
         self._spin_secs, self._yield_secs = (0.0, 0.0) if is_polite else (_SPIN_SECS, _YIELD_SECS)
+        self._limit_secs = math.inf
         self._lock = threading.Lock()
         self._segments: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self._count = 0
         self._mark = np.zeros(1, np.int64)
         self.failure: Exception | None = None
-        # Buffers of failed sums: the library may still write there.
+        # Requests of the sum under way, and what they read and write.
+        self._held: list[Any] = []
+        # Those of failed sums: the library may still write there.
         self._abandoned: list[Any] = []
 
     def sum(self, array: np.ndarray, in_place: bool = False) -> np.ndarray:
@@ -89,8 +97,7 @@ class Mpi:
         """
         if self._size == 1:
             return array if in_place else array.copy()
-        with self._lock:
-            return self._noting_failure(lambda: self._sum(array, in_place), array)
+        return self._noting_failure(lambda: self._sum(array, in_place), array)
 
     def try_out(self) -> Any:
         """Sums a small and a large array, so that the workers' connections come up; all workers call it.
@@ -99,37 +106,28 @@ class Mpi:
           Another communicator of the same workers.
 
         Raises:
-          ConnectionError: it is not done within `FIRST_SUMS_SECS`.
+          ConnectionError: one of them is not done within `FIRST_SUMS_SECS`.
         """
-        check, deadline = self._check, time.monotonic() + FIRST_SUMS_SECS
-
-        def within() -> None:
-            check()
-            if time.monotonic() > deadline:
-                raise ConnectionError(
-                    f"MPI's first sum has not completed within {FIRST_SUMS_SECS:g} s; a firewall may keep its "
-                    "connections from coming up: let all ports pass between the workers"
-                )
-
-        self._check = within
-        try:
-            for size in (1, _SMALL_BYTES // 8 + self._size):
-                self.sum(np.ones(size))
-            other, request = self._comm.Idup()
-            self._wait([request])
-        finally:
-            self._check = check
+        self._limit_secs = FIRST_SUMS_SECS
+        for size in (1, _SMALL_BYTES // 8 + self._size):
+            self.sum(np.ones(size))
+        other, request = self._comm.Idup()
+        self._wait([request])
+        self._limit_secs = math.inf
         return other
 
     def _noting_failure(self, call: Callable[[], Any], array: np.ndarray) -> Any:
-        if self.failure is not None:
-            raise self.failure
-        try:
-            return call()
-        except Exception as error:
-            self.failure = error
-            self._abandoned.append(array)
-            raise
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._held = [array]
+            try:
+                return call()
+            except BaseException as error:
+                self._abandoned.append(self._held)
+                if isinstance(error, Exception):
+                    self.failure = error
+                raise
 
     def gather(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gathers a message of each worker.
@@ -143,8 +141,7 @@ class Mpi:
         Raises:
           ConnectionError, RuntimeError: see `sum`.
         """
-        with self._lock:
-            return self._noting_failure(lambda: self._gather(message), message)
+        return self._noting_failure(lambda: self._gather(message), message)
 
     def _gather(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self._count += 1
@@ -170,6 +167,7 @@ class Mpi:
             return marked[:-1]
         self._meet(mark, here)
         total = array if in_place and array.flags.writeable else np.empty_like(array)
+        self._held.append(total)
         self._sum_in_ring(array, total)
         return total
 
@@ -224,18 +222,16 @@ class Mpi:
         return self._segments[dtype]
 
     def _wait(self, requests: list[Any], *kept: Any) -> None:
-        """Waits until these requests are done; after a failure, they and what they write to are kept."""
-        try:
-            self._wait_for(requests)
-        except BaseException:
-            self._abandoned += [*requests, *kept, *self._segments.values()]
-            raise
+        """Waits until these requests, which use what is kept, are done."""
+        self._held += [*requests, *kept]
+        self.wait_until(functools.partial(self._are_done, requests), self._limit_secs, _LATE)
 
-    def _wait_for(self, requests: list[Any]) -> None:
-        if self._are_done(requests):
+    def wait_until(self, is_done: Callable[[], bool], limit_secs: float, late: str) -> None:
+        """Waits; raises ConnectionError if a worker is lost, and after this time, with this text."""
+        if is_done():
             return
         began = checked = time.perf_counter()
-        while not self._are_done(requests):
+        while not is_done():
             now = time.perf_counter()
             waited = now - began
             if waited >= self._yield_secs:
@@ -245,23 +241,17 @@ class Mpi:
             if now - checked > _CHECK_SECS:
                 checked = now
                 self._check()
+                if waited > limit_secs:
+                    raise ConnectionError(late)
 
     def _are_done(self, requests: list[Any]) -> bool:
         try:
             return self._module.Request.Testall(requests)
         except self._module.Exception as error:
-            self._blame(error)
-            raise ConnectionError(f"a sum over all workers has failed in the MPI library: {error}") from error
-
-    def _blame(self, error: Exception) -> None:
-        """Raises ConnectionError with the name of a worker that is found to be lost, soon after an error."""
-        deadline = time.monotonic() + _BLAME_SECS
-        while time.monotonic() < deadline:
-            try:
-                self._check()
-            except ConnectionError as loss:
-                raise loss from error
-            time.sleep(min(_CHECK_SECS, _BLAME_SECS / 10))
+            # Soon the check names the worker that is lost.
+            text = f"a sum over all workers has failed in the MPI library: {error}"
+            self.wait_until(lambda: False, _BLAME_SECS, text)
+            raise
 
 
 # The MPI library of this process: which one it is, how it is started, and how it ends.
@@ -278,8 +268,6 @@ _WITHOUT_LAUNCHER = ("MPICH", "Intel(R) MPI", "MVAPICH")
 # Variables by which a launcher speaks to the library; another job's must not be heard.
 _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_")
 _THREAD_SERIALIZED, _THREAD_MULTIPLE = 2, 3
-_START_CHECK_SECS = 1.0
-_STALL_SECS = 30.0
 _CHILD_SECS = 30.0
 # For so long a process that has ended waits for the others, whose last messages may still be on their way.
 _LEAVE_SECS, _FINISH_SECS = 10.0, 60.0
@@ -391,31 +379,25 @@ def start(
         sums = Mpi(module, world if server else world.Split(0, index), check, is_polite)
     if server is not None:
         # The library's shared memory, which all have opened; a killed process would leave its files.
-        for path in {line.split()[-1] for line in _maps() if re.search(r" /dev/shm/mpi", line)}:
+        for path in {*re.findall(r" (/dev/shm/mpi\S*)", pathlib.Path("/proc/self/maps").read_text(encoding="utf-8"))}:
             pathlib.Path(path).unlink(missing_ok=True)
     # A launcher takes a process that ends without MPI_Finalize for a failure.
-    _forks.at_exit(_leave, sums, module, farewell, check, server is None)
+    _forks.at_exit(_leave, sums, module, farewell, server is None)
     return sums
 
 
-def _leave(sums: Mpi, module: Any, communicator: Any, check: Callable[[], None], finishes: bool) -> None:
+def _leave(sums: Mpi, module: Any, communicator: Any, finishes: bool) -> None:
     """Waits at the end of a process until the others are at theirs, unless something has failed."""
     if sums.failure is not None or _forks.has_failed():
         return
     if finishes:
         thread = threading.Thread(target=_library().MPI_Finalize, name="tfdist-mpi-end", daemon=True)
         thread.start()
-        is_over, limit = lambda: not thread.is_alive(), _FINISH_SECS
+        is_over, limit_secs = lambda: not thread.is_alive(), _FINISH_SECS
     else:
-        request = communicator.Ibarrier()
-        is_over, limit = (lambda: module.Request.Test(request)), _LEAVE_SECS
-    began = checked = time.monotonic()
+        is_over, limit_secs = communicator.Ibarrier().Test, _LEAVE_SECS
     with contextlib.suppress(ConnectionError, module.Exception):
-        while not is_over() and (now := time.monotonic()) - began < limit:
-            time.sleep(0.001)
-            if now - checked > _START_CHECK_SECS:
-                checked = now
-                check()
+        sums.wait_until(is_over, limit_secs, "the others have not ended")
 
 
 @contextlib.contextmanager
@@ -424,19 +406,15 @@ def _ending_if_alone(check: Callable[[], None], timeout_secs: float) -> Iterator
     is_over = threading.Event()
 
     def watch() -> None:
-        began = said = time.monotonic()
-        while not is_over.wait(_START_CHECK_SECS):
-            now = time.monotonic()
+        began = time.monotonic()
+        while not is_over.wait(_CHECK_SECS):
             try:
                 check()
-                if now - began > timeout_secs:
+                if time.monotonic() - began > timeout_secs:
                     raise ConnectionError(f"not all workers have come within {timeout_secs:g} s")
             except ConnectionError as error:
                 _log.say(f"MPI can't be initialized: {error}")
                 os._exit(TRY_AGAIN_EXIT_CODE)
-            if now - said > _STALL_SECS:
-                said = now
-                _log.say(f"the start of MPI has not completed after {now - began:.0f} s")
 
     threading.Thread(target=watch, name="tfdist-mpi-start", daemon=True).start()
     try:
@@ -471,17 +449,8 @@ def _initialize() -> int:
 
 
 def _library() -> ctypes.CDLL:
-    """Returns the MPI library that mpi4py has loaded."""
-    paths = sorted({line.split()[-1] for line in _maps() if re.search(r"/libmpi[^/]*\.so", line)})
-    for path in paths:
-        library = ctypes.CDLL(path)
-        if hasattr(library, "MPI_Init_thread"):
-            return library
-    raise RuntimeError(f"mpi4py has loaded no library with MPI_Init_thread. Found: {', '.join(paths) or 'none'}")
-
-
-def _maps() -> list[str]:
-    return pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    """Returns the MPI library, by mpi4py's module, which is linked with it."""
+    return ctypes.CDLL(_mpi4py().__file__)
 
 
 # A process manager for MPI that each worker brings along: no MPI launcher is needed.
