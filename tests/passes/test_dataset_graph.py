@@ -252,32 +252,6 @@ def test_a_table_in_the_data_set_comes_through() -> None:
     assert numbers(copy) == [2, 1, -1]
 
 
-def pairs() -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices((np.zeros((20, 2)), np.zeros(20)))
-
-
-@pytest.mark.parametrize(
-    ("make", "is_even"),
-    [
-        (lambda: pairs().shuffle(5).batch(4).prefetch(2).repeat(2).take(3).cache(), True),
-        (lambda: pairs().padded_batch(4), True),
-        (lambda: pairs().batch(4, num_parallel_calls=2).apply(tf.data.experimental.assert_cardinality(5)), True),
-        (lambda: pairs().batch(4).map(lambda x, y: ((np.ones(3), x), y)).prefetch(2), False),
-        (lambda: tf.data.Dataset.zip((pairs().batch(4), pairs().batch(5))), False),
-        (pairs, False),
-    ],
-)
-def test_batches_left_as_batch_made_them_are_even(make: Make, is_even: bool) -> None:
-    assert DatasetGraph(make()).has_even_batches == is_even
-
-
-def test_without_shuffles_gives_the_elements_in_source_order() -> None:
-    dataset = tf.data.Dataset.range(50).shuffle(50).cache().batch(4).map(lambda x: 2 * x).shuffle(9).prefetch(2)
-    graph = DatasetGraph(dataset)
-    assert numbers(rebuild(graph.without_shuffles(), graph.element_spec)) == [*range(0, 100, 2)]
-    assert sorted(numbers(rebuild(graph.serialize(), graph.element_spec))) == [*range(0, 100, 2)]
-
-
 def test_fingerprint_of_data_sets_made_alike_is_one() -> None:
     def make(shards: int = 1, factor: int = 2, seed: int | None = None, name: str = "a") -> tf.data.Dataset:
         mapped = tf.data.Dataset.range(8).shard(shards, 0).map(lambda x: factor * x).cache().shuffle(8, seed=seed)

@@ -70,17 +70,6 @@ def test_components_of_one_size_are_cut_alike() -> None:
     assert parts["x"].shape == (3, 2)
 
 
-def test_components_of_different_sizes_are_named_in_one_line() -> None:
-    given = (batch(), tf.ragged.constant([[1]] * 6), tf.sparse.eye(6), None)
-    message = (
-        r"tf\.repeat.*Received examples: 3 in batch\[0\]\['table'\], 6 in batch\[0\]\['x'\], 6 in batch\[1\], 6 in"
-    )
-    with pytest.raises(ValueError, match=message) as raised:
-        splitting.check_examples(given, 2)
-    assert "\n" not in str(raised.value)
-    splitting.check_examples((given[0]["x"], *given[1:], tf.constant(2.0)), 2)
-
-
 def test_part_of_sparse_batches_keeps_their_features():
     spec = (tf.SparseTensorSpec((None, 4)), tf.TensorSpec((None, 3)))
     features, _ = splitting.part_spec(spec, 2)

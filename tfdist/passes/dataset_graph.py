@@ -25,13 +25,11 @@ _SEED_INPUTS = {
     "SamplingDataset": (2, 3),
 }
 _HANDLES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
-# Prefixes of names of data sets. In order: data sets that make batches of single elements, that delay the first
-# element, and that pass elements on as they are.
-_BATCHING = ("BatchDataset", "PaddedBatchDataset", "ParallelBatchDataset")
-_NEEDLESS = ("Shuffle", "Cache", "Prefetch")
-_PASSING = (*_NEEDLESS, "Repeat", "Take", "Skip", "Options", "AssertCardinality", "Shard")
-# Of one input, which they have read to its end when they are at theirs. They may stand behind a cache.
-_EXHAUSTING = (*_BATCHING, "Shuffle", "Prefetch", "Map", "ParallelMap", "Filter", "Repeat", "Skip", *_PASSING[-3:])
+# Data sets of one input, which they have read to its end when they are at theirs. They may stand behind a cache.
+_EXHAUSTING = (
+    *("BatchDataset", "PaddedBatchDataset", "ParallelBatchDataset", "Shuffle", "Prefetch", "Map", "ParallelMap"),
+    *("Filter", "Repeat", "Skip", "Options", "AssertCardinality", "Shard"),
+)
 
 
 class DatasetGraph:
@@ -80,7 +78,7 @@ class DatasetGraph:
     @property
     def can_fill_cache(self) -> bool:
         """True if it caches, and what `rebuilder` reads to fill the cache draws no order, or some that are cached."""
-        is_alone = self._before(_EXHAUSTING).op.startswith("CacheDataset")
+        is_alone = self._filled().op.startswith("CacheDataset")
         cached = {node.op for function in self._graph.library.function for node in function.node_def}
         sources: dict[str, set[str]] = {}  # Each operation comes after those that it reads.
         for node in self._graph.node:
@@ -93,29 +91,13 @@ class DatasetGraph:
         """True if each iterator over the data set draws an order, or numbers, that depend on those before."""
         return any(node.op in _SEED_INPUTS for nodes in self._bodies() for node in nodes)
 
-    @property
-    def has_even_batches(self) -> bool:
-        """True if all components of a batch surely have the same number of examples: `batch` made them."""
-        return self._before(_PASSING).op.startswith(_BATCHING)
-
-    def _before(self, names: tuple[str, ...]) -> Any:
-        """Returns the last operation that has none of these names; of what comes behind it, each has one input."""
+    def _filled(self) -> Any:
+        """Returns the last operation that need not be read to its end when the data set is."""
         nodes = {node.name: node for node in self._graph.node}
         node = next(node for node in self._graph.node if node.op == "_Retval")
-        while node.op == "_Retval" or node.op.startswith(names):
+        while node.op == "_Retval" or node.op.startswith(_EXHAUSTING):
             node = nodes[node.input[0].split(":")[0]]
         return node
-
-    def without_shuffles(self) -> tf.Tensor:
-        """The same as `serialize`, in an order that is found at once: no buffer has to be filled."""
-        graph = tf.compat.v1.GraphDef.FromString(self._graph.SerializeToString())
-        nodes = {node.name: node for node in graph.node}
-        for node in graph.node:
-            for position, name in enumerate(node.input):
-                while name.split(":")[0] in nodes and nodes[name.split(":")[0]].op.startswith(_NEEDLESS):
-                    name = nodes[name.split(":")[0]].input[0]
-                node.input[position] = name
-        return tf.constant(graph.SerializeToString())
 
     @property
     def num_bytes(self) -> int:
@@ -177,7 +159,7 @@ class DatasetGraph:
 
         That is the cache alone, so that no shuffle behind it draws an order; unless a pass may not read all of it.
         """
-        graph, cache = tf.compat.v1.GraphDef(), self._before(_EXHAUSTING)
+        graph, cache = tf.compat.v1.GraphDef(), self._filled()
         graph.CopyFrom(self._graph)
         end = next(node for node in graph.node if node.op == "_Retval")
         specs, names = [tf.data.DatasetSpec(self.element_spec)] * 2, [end.input[0]] * 2

@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.compat.tensorflow import inputs
@@ -147,8 +146,12 @@ def has_even_parts(element_spec: Any, num_parts: int) -> bool:
 
 def rows(batch: Any) -> tf.Tensor | None:
     """The number of examples in a batch, int64; None if nothing in it has a batch dimension."""
-    is_known = isinstance(_first(batch), _TENSORS)
-    return _rows(batch) if is_known else None
+    first = _first(batch)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int64)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int64)
+    return tf.shape(first, out_type=tf.int64)[0] if isinstance(first, tf.Tensor) else None
 
 
 def check_batched(element_spec: Any, num_parts: int) -> None:
@@ -178,21 +181,6 @@ def has_one_size(element_spec: Any) -> bool:
     return len(sizes - {None}) <= 1
 
 
-def check_examples(batch: Any, num_parts: int) -> None:
-    """Raises ValueError unless the components of an eager batch have as many examples, or all divide evenly."""
-    counts = {
-        "".join(f"[{key!r}]" for key in path): int(_rows(leaf))
-        for path, leaf in keras.tree.flatten_with_path(batch)
-        if has_rows(leaf)
-    }
-    if not _can_be_divided(list(counts.values()), num_parts):
-        received = ", ".join(f"{count} in batch{path}" for path, count in counts.items())
-        raise ValueError(
-            f"dataset: {_DIFFERENT_EXAMPLES}, and can't be divided evenly among {num_parts} replicas; {_REMEDY}. "
-            f"Received examples: {received}"
-        )
-
-
 def _static_rows(leaf: Any) -> int | None:
     shape = tf.TensorShape(leaf.shape)
     return shape.as_list()[0] if shape.rank else None
@@ -204,15 +192,6 @@ def _first(batch: Any) -> Any:
         if rank is None or rank > 0:
             return leaf
     return None
-
-
-def _rows(batch: Any) -> tf.Tensor:
-    first = _first(batch)
-    if isinstance(first, tf.RaggedTensor):
-        return tf.cast(first.nrows(), tf.int64)
-    if isinstance(first, tf.SparseTensor):
-        return tf.cast(first.dense_shape[0], tf.int64)
-    return tf.shape(first, out_type=tf.int64)[0]
 
 
 def cut(batch: Any, part: int | tf.Tensor, num_parts: int) -> Any:
@@ -256,7 +235,7 @@ def _checked_rows(batch: Any, num_parts: int) -> list[tf.Tensor | int]:
     if len(known) == len(tensors) and _can_be_divided(known, num_parts):
         return [*known]
     counted = [leaf for leaf in tensors if tf.TensorShape(leaf.shape).rank != 0]
-    counts = [_rows(leaf) for leaf in counted]
+    counts = [rows(leaf) for leaf in counted]
     if len(counts) > 1 and tf.executing_eagerly():
         sizes = [int(count) for count in counts]
         if not _can_be_divided(sizes, num_parts):

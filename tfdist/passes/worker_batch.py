@@ -64,14 +64,7 @@ class WorkerBatch(BatchHandle):
 
     def __init__(self, kind: HandleKind, batch: Any = None) -> None:
         super().__init__(kind, batch and batch.iterator)
-        self._batch = batch
-
-    @property
-    def batch(self) -> Any:
-        """The state of the batch."""
-        if self._batch is None:
-            raise RuntimeError("the next batch of a pass has no state yet")
-        return self._batch
+        self.batch = batch
 
     @property
     def element_spec(self) -> Any:
@@ -99,7 +92,7 @@ class WorkerBatch(BatchHandle):
         leaves = tf.nest.flatten(numbered[key])
         first = layout.first + (leaves[0] if leaves else 0)
         kind = handles.kind_of(self.engine, part[key], dataclasses.replace(layout, first=first))
-        return WorkerBatch(kind, self._batch)
+        return WorkerBatch(kind, self.batch)
 
     def __getitem__(self, key: Any) -> Any:
         part = self.element_spec

@@ -3,55 +3,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist import _log
 from tfdist.compat.tensorflow import coordinator, inputs, servers
 from tfdist.passes import progress, splitting, worker_batch
-from tfdist.passes.dataset_graph import DatasetGraph, rebuild
+from tfdist.passes.dataset_graph import DatasetGraph
 from tfdist.passes.handle import DistributedDataset, refuse_graph
 
 # Protocol buffers end at 2 GiB; a data set is shipped inside one.
 _MAX_SHIPPED_BYTES = 2**31 - 2**20
 
 
-class Workers(Protocol):
-    """The part of an engine that a data set needs: the engine whose workers read it.
-
-    Attributes:
-      num_workers: number of workers of the cluster.
-      coordinator: creates resources on the workers.
-      marks_end: True if workers read data of unknown length by `splitting.with_end_marked`.
-    """
-
-    num_workers: int
-    marks_end: bool
-    coordinator: tf.distribute.coordinator.ClusterCoordinator
-
-    def open(self, dataset: WorkerDataset, fit: Any) -> Iterator[Any]:
-        """Begins a pass over the data."""
-        ...
-
-
 class WorkerDataset(DistributedDataset):
     """Data set of which each worker reads its share.
 
     Args:
-      engine: The engine whose workers read it.
+      engine: The engine whose workers read it: `num_workers`, of `coordinator`; by `splitting.with_end_marked` if it
+        `marks_end`.
       dataset: A `tf.data.Dataset` of batches.
       sharding: `"replicate"`: each worker reads all of it; `"shard"`: worker i of n reads the batches i, i + n, ...;
         `"deal"`: worker i of n reads part i of n of every batch.
       num_parts: number of consecutive parts into which a worker's batches are cut.
     """
 
-    def __init__(self, engine: Workers, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
+    def __init__(self, engine: Any, dataset: tf.data.Dataset, sharding: str, num_parts: int = 1):
         # By a job of the tf.data service, of which each worker is a consumer.
         self._is_handed_out = sharding != "given" and bool(inputs.service_jobs(dataset))
         if self._is_handed_out and sharding == "deal":
@@ -136,21 +118,6 @@ class WorkerDataset(DistributedDataset):
     def num_parts(self) -> int:
         """Number of parts into which each batch is cut."""
         return self._engine.num_workers if self._sharding == "deal" else self._num_parts
-
-    def check_first_batch(self) -> None:
-        """Raises ValueError if the first batch can't be cut into parts.
-
-        The worker that cuts the batch would raise too, but later and with a long message. Batches of `batch` that are
-        not changed afterwards can always be cut. Data from the chief's Python may be readable only once, so their
-        iterator checks them.
-        """
-        is_read_once = self.lives_in_python or self._is_handed_out
-        if self.num_parts == 1 or is_read_once or self._graph.has_even_batches:
-            return
-        # This process may be unable to read the data.
-        with contextlib.suppress(tf.errors.OpError):
-            for batch in rebuild(self._graph.without_shuffles(), self.element_spec).take(1):
-                splitting.check_examples(batch, self.num_parts)
 
     def begin_pass(self) -> int:
         """Returns the number of a new iterator over the shuffle of the data, from 1 on, which may never be read.
@@ -316,7 +283,7 @@ class WorkerDatasetFromFunction(WorkerDataset):
       datasets: One data set of batches for each worker, all of one structure.
     """
 
-    def __init__(self, engine: Workers, datasets: Sequence[tf.data.Dataset], num_parts: int = 1):
+    def __init__(self, engine: Any, datasets: Sequence[tf.data.Dataset], num_parts: int = 1):
         datasets = [inputs.read_ahead_untuned(dataset) for dataset in datasets]
         super().__init__(engine, functools.reduce(tf.data.Dataset.concatenate, datasets), "given", num_parts)
         self._datasets = datasets

@@ -26,7 +26,7 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -36,18 +36,6 @@ from tfdist.passes import splitting
 from tfdist.passes.handle import HandleIterator, check_eager
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset
-
-
-class Steps(Protocol):
-    """The part of an engine that a pass needs."""
-
-    def barrier(self, writes: bool) -> None:
-        """Waits for all steps queued so far."""
-        ...
-
-    def read_batch(self, feed: WorkerFeed, handle: WorkerBatch) -> Sequence[Any]:
-        """Fetches the next batch of a worker's share, flat."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -270,11 +258,11 @@ class WorkerFeed:
           gone: The workers that are still lost.
         """
         workers = {piece.share for piece in self.pieces.unread(gone) if piece.left != 0}
-        total = self._dataset.cardinality
-        is_counted = total != tf.data.UNKNOWN_CARDINALITY
-        if not workers or total == tf.data.INFINITE_CARDINALITY or (is_counted and not self.num_missing):
+        # Of endless data no batch is missing.
+        if not workers or (self.is_counted and not self.num_missing):
             return None
-        what = f"{self.num_missing} of its {total} batches" if is_counted else "an unknown number of batches"
+        total = self._dataset.cardinality
+        what = f"{self.num_missing} of its {total} batches" if self.is_counted else "an unknown number of batches"
         names = " and ".join(f"worker:{worker}" for worker in sorted(workers))
         return (
             f"Pass {self._number_read} over the data ended without {what}. {names} was lost, and no other worker can "
@@ -290,7 +278,6 @@ class ChiefFeed:
 
     Args:
       source: iterates over the data.
-      cut_into: number of parts into which each batch is cut.
 
     Attributes:
       ended: True once the end of the data was read.
@@ -300,9 +287,8 @@ class ChiefFeed:
 
     by_chief, in_step = True, False
 
-    def __init__(self, source: Iterator[Any], cut_into: int = 1) -> None:
+    def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        self._cut_into = cut_into
         self.ended = False
         self.updates = 0
         self.started: collections.deque[Any] = collections.deque()
@@ -348,8 +334,6 @@ class ChiefFeed:
         except StopIteration:
             self.ended = True
             raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
-        if self._cut_into > 1:
-            splitting.check_examples(batch, self._cut_into)
         return splitting.flat(batch)
 
 
@@ -380,7 +364,7 @@ class Batch:
         return list(self.on_chief)
 
     def _fetch(self) -> list[tf.Tensor]:
-        self.iterator.wait_for_steps()
+        self.iterator.engine.barrier()
         if self.on_worker is None:
             raise RuntimeError(
                 "strategy.run was given a batch that one of Keras' own steps has used before; give it to one "
@@ -394,7 +378,7 @@ class WorkerIterator(HandleIterator):
     """The chief's iterator of one pass over a `WorkerDataset`. `next` returns handles, never data.
 
     Args:
-      engine: the engine that makes the steps.
+      engine: the engine that makes the steps, and reads a batch of a worker by `read_batch`.
       dataset: the data.
       by_execution: True if one handle may stand for all batches of an execution of Keras (`steps_per_execution`).
 
@@ -404,8 +388,8 @@ class WorkerIterator(HandleIterator):
         chief reads data of unknown length, the end is known once the batch of the handle is taken (`chief_batch`).
     """
 
-    def __init__(self, engine: Steps, dataset: WorkerDataset, by_execution: bool = False):
-        self._engine = engine
+    def __init__(self, engine: Any, dataset: WorkerDataset, by_execution: bool = False):
+        self.engine = engine
         self.dataset = dataset
         # Number of the pass, for its order.
         self.number = dataset.begin_pass()
@@ -431,16 +415,10 @@ class WorkerIterator(HandleIterator):
           by_chief: whether the chief is to read the data, which it does anyway if they live in its Python.
         """
         if self.feed is None:
-            self.feed = self._decided(by_chief)
+            is_by_chief = by_chief or self.dataset.lives_in_python
+            source = self.dataset.local_iterator(self.number) if is_by_chief else None
+            self.feed = WorkerFeed(self.dataset, self.number) if source is None else ChiefFeed(source)
         return self.feed
-
-    def _decided(self, by_chief: bool) -> Feed:
-        dataset = self.dataset
-        if not (by_chief or dataset.lives_in_python):
-            return WorkerFeed(dataset, self.number)
-        # Parts as the workers would get them; `fit` raises before its first step.
-        is_cut = self._loop == "fit" and dataset.lives_in_python
-        return ChiefFeed(dataset.local_iterator(self.number), dataset.num_parts if is_cut else 1)
 
     def next_handle(self) -> WorkerBatch | None:
         """See `HandleIterator`."""
@@ -484,10 +462,6 @@ class WorkerIterator(HandleIterator):
         """Returns the next batch, flat, for use on the chief."""
         feed = self.decide(by_chief=True)
         if isinstance(feed, WorkerFeed):
-            return list(self._engine.read_batch(feed, self.dataset.next_one))
+            return list(self.engine.read_batch(feed, self.dataset.next_one))
         feed.redeem()
         return feed.next_batch()
-
-    def wait_for_steps(self) -> None:
-        """Waits for all steps in flight."""
-        self._engine.barrier(writes=False)

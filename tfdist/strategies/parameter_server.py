@@ -349,10 +349,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         own = inputs.untuned(inputs.sized(dataset, caller), caller)
         # Keras makes another data set of arrays for each call: kept with it, they would wait for the garbage collector.
         is_given = own is dataset
-        described = progress.distributed_once(own, self._training) if is_given else self._training.distribute(own)
-        if calls.iterating_fit() is not None:
-            described.check_first_batch()
-        return described
+        return progress.distributed_once(own, self._training) if is_given else self._training.distribute(own)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any = None

@@ -122,12 +122,14 @@ class Mpi:
                 raise self.failure
             self._held = [array]
             try:
-                return call()
+                result = call()
             except BaseException as error:
                 self._abandoned.append(self._held)
                 if isinstance(error, Exception):
                     self.failure = error
                 raise
+            self._held = []
+            return result
 
     def gather(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gathers a message of each worker.
@@ -145,7 +147,7 @@ class Mpi:
 
     def _gather(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self._count += 1
-        self._meet((7919 * self._count + 1) % _MARKS, f"messages {self._count} of all workers")
+        self._meet((7919 * self._count + 1) % _MARKS)
         lengths = np.zeros(self._size, np.int64)
         lengths[self._rank] = len(message)
         self._wait([self._comm.Iallgather(self._module.IN_PLACE, lengths)], lengths)
@@ -158,30 +160,29 @@ class Mpi:
     def _sum(self, array: np.ndarray, in_place: bool) -> np.ndarray:
         self._count += 1
         mark = (7919 * self._count + 31 * array.nbytes + array.dtype.num) % _MARKS
-        here = f"sum {self._count} over all workers, of {len(array)} values of {array.dtype}"
         if array.nbytes <= _SMALL_BYTES:
             marked = np.empty(len(array) + 1, array.dtype)
             marked[:-1], marked[-1] = array, mark
             self._wait([self._comm.Iallreduce(self._module.IN_PLACE, marked)], marked)
-            self._check_mark(marked[-1], mark, here)
+            self._check_mark(marked[-1], mark)
             return marked[:-1]
-        self._meet(mark, here)
+        self._meet(mark)
         total = array if in_place and array.flags.writeable else np.empty_like(array)
         self._held.append(total)
         self._sum_in_ring(array, total)
         return total
 
-    def _meet(self, mark: int, here: str) -> None:
+    def _meet(self, mark: int) -> None:
         self._mark[0] = mark
         self._wait([self._comm.Iallreduce(self._module.IN_PLACE, self._mark)])
-        self._check_mark(self._mark[0], mark, here)
+        self._check_mark(self._mark[0], mark)
 
-    def _check_mark(self, found: Any, mark: int, here: str) -> None:
+    def _check_mark(self, found: Any, mark: int) -> None:
         """Raises RuntimeError unless all workers have the same call before them, by its number, and size and dtype."""
         if int(found) != self._size * mark:
             raise RuntimeError(
                 "the workers have come to different sums: one of them has made a call that the others have not, such "
-                f"as evaluate on the chief only. All workers must run the same program. Here: {here}"
+                f"as evaluate on the chief only. All workers must run the same program. Received: sum {self._count}"
             )
 
     def _sum_in_ring(self, array: np.ndarray, total: np.ndarray) -> None:
