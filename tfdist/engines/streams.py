@@ -58,7 +58,8 @@ class StreamEngine(rounds.RoundEngine):
         self.num_parts = self.replicas_to_aggregate
         self._step: RoundStep | None = None
         self._iterator: WorkerIterator | None = None
-        self._feed = Feed()
+        # Of the pass, once there is one: a `WorkerStreamFeed` or a `ChiefStreamFeed`.
+        self._feed: Any = None
         self._logs: list[np.ndarray] | None = None
         # Number of updates at the beginning of this pass; None after the warning about too few updates.
         self._begun_at: int | None = 0
@@ -141,7 +142,7 @@ class StreamEngine(rounds.RoundEngine):
         super().end_fit()
         self._step = self._iterator = None
 
-    def _feed_of(self, iterator: WorkerIterator) -> Feed:
+    def _feed_of(self, iterator: WorkerIterator) -> WorkerStreamFeed | ChiefStreamFeed:
         feed = iterator.decide(by_chief=False)
         if isinstance(feed, worker_pass.ChiefFeed):
             return ChiefStreamFeed(lambda: self._read(feed, iterator))
@@ -172,7 +173,8 @@ class StreamEngine(rounds.RoundEngine):
 
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
         def release() -> None:
-            self._feed.release(worker)
+            if self._feed is not None:
+                self._feed.release(worker)
             # Idle workers may take its remaining data.
             self._runner.resume()
 
@@ -198,7 +200,7 @@ class StreamEngine(rounds.RoundEngine):
                 coordinator.clear_error()
                 self._runner.fail(worker, local_step, error, self._residence is not residence)
 
-    def _contribute_from(self, feed: Feed, step: RoundStep, worker: int, local_step: int) -> None:
+    def _contribute_from(self, feed: Any, step: RoundStep, worker: int, local_step: int) -> None:
         source = feed.take(worker)
         if source is None:
             self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
@@ -223,46 +225,19 @@ class StreamEngine(rounds.RoundEngine):
 #               part yet), from the position of their last reader
 #     Parts     the chief reads the data, and a worker takes the next part
 #
-# The workers' threads on the chief call them. A part that was taken and not used, because its worker was lost, is
-# assigned again; so each part is used once.
+# The workers' threads on the chief call them; each call concerns one worker. A part that was taken and not used,
+# because its worker was lost, is assigned again. `from_chief` is True if `take` returns a batch, and not an iterator on
+# the worker.
 
 
-class Feed:
-    """Interface of both; each call concerns one worker.
-
-    Attributes:
-      from_chief: True if `take` returns a batch, and not an iterator on the worker.
-    """
-
-    from_chief = False
-
-    def arrive(self, worker: int, iterator: Any) -> None:
-        """Notes that `worker` takes part, with its own iterator if each worker has one."""
-
-    def take(self, worker: int) -> Any | None:
-        """Returns the source of the next contribution of `worker`; None at the end."""
-        raise NotImplementedError
-
-    def used(self, worker: int) -> None:
-        """Notes that the last `take` of `worker` was used in a contribution."""
-
-    def ended(self, worker: int) -> None:
-        """Notes that the iterator of `worker` has ended."""
-
-    def has_more(self, worker: int) -> bool:
-        """Returns True if `take` has a source for `worker`, or may have one."""
-        raise NotImplementedError
-
-    def release(self, worker: int) -> None:
-        """Notes that `worker` was lost."""
-
-
-class WorkerStreamFeed(Feed):
+class WorkerStreamFeed:
     """Pieces of the workers' shares, each with an iterator on the worker that reads it.
 
     Args:
       feed: the shares.
     """
+
+    from_chief = False
 
     def __init__(self, feed: WorkerFeed) -> None:
         self._feed = feed
@@ -304,7 +279,7 @@ class WorkerStreamFeed(Feed):
             self._feed.release(worker)
 
 
-class ChiefStreamFeed(Feed):
+class ChiefStreamFeed:
     """Parts of batches that the chief reads.
 
     Args:
@@ -321,6 +296,12 @@ class ChiefStreamFeed(Feed):
         self._parts: collections.deque[Any] = collections.deque()
         self._taken: dict[int, Any] = {}
         self._at_end = False
+
+    def arrive(self, worker: int, iterator: None) -> None:
+        """Notes that `worker` takes part."""
+
+    def ended(self, worker: int) -> None:
+        """Does nothing: the end is known when a batch is read."""
 
     def take(self, worker: int) -> Any | None:
         """Returns the next part; None at the end."""

@@ -38,7 +38,7 @@ from tfdist.coordination.round_runner import RoundRunner
 from tfdist.engines.base import Engine
 from tfdist.passes import replica_batches, splitting
 from tfdist.passes.handle import BatchHandle
-from tfdist.passes.replica_batches import OwnParts, ReplicaIterator, WholeBatch
+from tfdist.passes.replica_batches import ReplicaIterator
 from tfdist.policies.base import Aggregation, Update
 from tfdist.step import gradients, losses, one_replica, trials
 from tfdist.step.contribution import ReplicaContribution, add_up
@@ -55,7 +55,7 @@ class _Job:
     """Work of the replicas for one update: the step and its batch."""
 
     step: ThreadedStep
-    batch: WholeBatch | OwnParts
+    handle: BatchHandle
 
 
 class _Shared:
@@ -137,9 +137,8 @@ class ThreadedEngine(Engine):
         self._start()
         shared = self._shared
         iterator: ReplicaIterator = handle.of
-        batch = iterator.take(handle)
         with self._reporter.waiting("an update"):
-            shared.job = _Job(step, batch)
+            shared.job = _Job(step, handle)
             try:
                 with shared.runner.wanted():
                     # While the replicas compute.
@@ -149,7 +148,7 @@ class ThreadedEngine(Engine):
                 shared.job = None
             in_order = sorted(zip(update.contributors, contributions, strict=True), key=lambda pair: pair[0])
             logs = step.update([contribution for _, contribution in in_order])
-        self._on_update(update, sum(batch.rows(replica) for replica in update.contributors))
+        self._on_update(update, sum(iterator.rows(handle, replica) for replica in update.contributors))
         return logs
 
     def _start(self) -> None:
@@ -192,7 +191,7 @@ def _serve(shared: _Shared, replica: int) -> None:
 def _contribute(runner: RoundRunner, job: _Job, replica: int, local_step: int, attempt: int) -> None:
     delay_hook.before_contribution(replica, attempt)
     begin = time.monotonic()
-    batch = job.batch.flat(replica)
+    batch = job.handle.of.flat(job.handle, replica)
     input_secs = time.monotonic() - begin
     contribution = job.step.contribute(replica, batch)
     if runner.arrive(replica, local_step, input_secs):

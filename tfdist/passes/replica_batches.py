@@ -17,55 +17,6 @@ from tfdist.passes import handle as handles
 from tfdist.passes import splitting
 
 
-class WholeBatch:
-    """A batch of which each replica cuts out its part.
-
-    Args:
-      batch: a global batch.
-      num_parts: how many replicas there are.
-    """
-
-    def __init__(self, batch: Any, num_parts: int) -> None:
-        self._batch = batch
-        self._flat = splitting.flat(batch)
-        self._num_parts = num_parts
-
-    def flat(self, replica: int) -> Sequence[tf.Tensor]:
-        """Returns a replica's part as a flat list; called in its thread."""
-        del replica
-        return self._flat
-
-    def rows(self, replica: int) -> int:
-        """Returns the number of examples in a replica's part, after `flat`; 0 if it is not known."""
-        size = splitting.static_size(self._batch) or 0
-        return size * (replica + 1) // self._num_parts - size * replica // self._num_parts
-
-
-class OwnParts:
-    """Parts that each replica reads on demand from its own iterator.
-
-    Args:
-      iterators: one for each replica.
-    """
-
-    def __init__(self, iterators: Sequence[Iterator[Any]]) -> None:
-        self._iterators = iterators
-        self._rows = [0] * len(iterators)
-
-    def flat(self, replica: int) -> Sequence[tf.Tensor]:
-        """See `WholeBatch.flat`. Raises `tf.errors.OutOfRangeError` at the end of the replica's data."""
-        try:
-            part = next(self._iterators[replica])
-        except StopIteration:
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
-        self._rows[replica] = splitting.static_size(part) or 0
-        return splitting.flat(part)
-
-    def rows(self, replica: int) -> int:
-        """See `WholeBatch.rows`."""
-        return self._rows[replica]
-
-
 class ReplicaDataset(handles.CountedDataset):
     """A data set whose batches are divided among the replicas. It is read once, in order.
 
@@ -183,9 +134,15 @@ class ReplicaIterator(handles.HandleIterator):
         except Exception as error:
             self._ahead = error
 
-    def take(self, handle: handles.BatchHandle) -> WholeBatch | OwnParts:
-        """Returns the batch of a handle."""
-        return WholeBatch(handle.whole, self._dataset.num_parts)
+    def flat(self, handle: handles.BatchHandle, replica: int) -> Sequence[tf.Tensor]:
+        """Returns a replica's input as a flat list: the whole batch, of which it cuts out its part; in its thread."""
+        del replica
+        return tf.nest.flatten(handle.whole, expand_composites=True)
+
+    def rows(self, handle: handles.BatchHandle, replica: int) -> int:
+        """Returns the number of examples in a replica's part, after `flat`; 0 if it is not known."""
+        size, num_parts = splitting.static_size(handle.whole) or 0, self._dataset.num_parts
+        return size * (replica + 1) // num_parts - size * replica // num_parts
 
 
 class _OwnIterator(ReplicaIterator):
@@ -195,7 +152,17 @@ class _OwnIterator(ReplicaIterator):
         # Counts only: the replicas read.
         super().__init__(dataset, itertools.repeat(True, count) if count >= 0 else itertools.repeat(True))
         self._own = own
+        self._rows = [0] * len(own)
 
-    def take(self, handle: handles.BatchHandle) -> WholeBatch | OwnParts:
-        """Returns the parts that the replicas read next."""
-        return OwnParts(self._own)
+    def flat(self, handle: handles.BatchHandle, replica: int) -> Sequence[tf.Tensor]:
+        """Returns the part that a replica reads next; raises `tf.errors.OutOfRangeError` at the end of its data."""
+        try:
+            part = next(self._own[replica])
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None
+        self._rows[replica] = splitting.static_size(part) or 0
+        return splitting.flat(part)
+
+    def rows(self, handle: handles.BatchHandle, replica: int) -> int:
+        """See `ReplicaIterator.rows`."""
+        return self._rows[replica]

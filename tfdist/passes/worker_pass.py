@@ -183,8 +183,6 @@ class WorkerFeed:
       at_end: workers that have read the element that was marked as the last one of their own share.
     """
 
-    by_chief = False
-
     def __init__(self, dataset: WorkerDataset, number: int) -> None:
         self._dataset = dataset
         self._number = number
@@ -285,7 +283,7 @@ class ChiefFeed:
       started: steps begun ahead of the handles for them (`predict`), or None for each batch that was read so.
     """
 
-    by_chief, in_step = True, False
+    in_step = False
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
