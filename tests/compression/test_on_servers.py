@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -23,12 +24,11 @@ class Own(SignSGD):
     """A codec that server processes can't find."""
 
 
-@pytest.mark.parametrize(
-    ("codec", "words"),
-    [(PowerSGD(2), r"PowerSGD\(rank=2\).*needs two sums over all workers"), (Own(), r"Own\(\).*of tfdist.compression")],
-)
-def test_codec_that_servers_lack_is_refused(codec: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("codec", [PowerSGD(2), Own(), "auto"])
+def test_codec_that_servers_lack_is_refused(codec: object) -> None:
+    with pytest.raises(
+        ValueError, match=rf"policies: {re.escape(repr(codec))} does not go with ParameterServerStrategy"
+    ):
         tfdist.ParameterServerStrategy(policies=[tfdist.Compression(codec)])
 
 

@@ -129,7 +129,7 @@ choice.LEAST_GAIN = choice.LEAST_SAVED_SECS = -1e9 if TAKES_ANY else 1e9
 choose = choice.choose
 def noted(*arguments):
     found = choose(*arguments)
-    report("auto", [repr(found.codec), found.reason])
+    report("auto", [repr(found[0]), found[1]])
     return found
 choice.choose = noted
 """

@@ -19,7 +19,6 @@ al. 2019, arXiv 1901.09847).
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -48,26 +47,13 @@ _RANK = 32
 Gradients = Sequence[tf.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Codec that was chosen, and the reason.
-
-    Attributes:
-      codec: None to send gradients as they are.
-      reason: one line for the user.
-    """
-
-    codec: Codec | None
-    reason: str
-
-
 def choose(
     gradients: Gradients,
     sum_all: Callable[[Gradients], Gradients],
     senders: Sequence[str],
     slowest: Callable[[float], float],
     error_bound: float,
-) -> Choice:
+) -> tuple[Codec | None, str]:
     """Chooses the fastest candidate whose error is within the bound; all workers call it alike.
 
     Args:
@@ -76,6 +62,9 @@ def choose(
       senders: name of each worker.
       slowest: returns the largest of all workers' numbers.
       error_bound: largest share of the squared norm that an update may leave for later.
+
+    Returns:
+      The codec, None to send gradients as they are; and the reason, one line for the user.
     """
     size = sum(each.shape.num_elements() for each in gradients)
     latency, plain = (_secs(lambda given=given: sum_all(given), slowest) for given in ([tf.zeros([4])], gradients))
@@ -99,11 +88,11 @@ def choose(
     as_it_is = f"a sum of {size:,} values takes {_shown(plain)} as they are"
     beyond = f"; beyond error_bound={error_bound:g}: {', '.join(excluded)}" if excluded else ""
     if not found:
-        return Choice(None, f"none: {as_it_is}{beyond}")
+        return None, f"none: {as_it_is}{beyond}"
     secs, fastest = min(found, key=lambda each: each[0])
     if expected < LEAST_GAIN * secs or expected - secs < LEAST_SAVED_SECS:
-        return Choice(None, f"none: {as_it_is}; with the fastest codec, {fastest!r}, about {_shown(secs)}{beyond}")
-    return Choice(fastest, f"{fastest!r}: {as_it_is}; with it about {_shown(secs)}{beyond}")
+        return None, f"none: {as_it_is}; with the fastest codec, {fastest!r}, about {_shown(secs)}{beyond}"
+    return fastest, f"{fastest!r}: {as_it_is}; with it about {_shown(secs)}{beyond}"
 
 
 def made_up(shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:

@@ -132,24 +132,19 @@ def per_tensor(name: str, specs: Sequence[tf.TensorSpec]) -> dict[str, tf.Tensor
     return {f"{name}/{index}": tf.TensorSpec(spec.shape, tf.float32) for index, spec in enumerate(specs)}
 
 
-def slices_of(entries: np.ndarray, sizes: Sequence[int]) -> list[slice]:
-    """Returns, for each tensor, the slice of its entries.
+def add_at(entries: np.ndarray, values: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
+    """Adds a value to the place of each entry in the tensors of a step.
 
     Args:
-      entries: int64 [count], 2 * position + (1 if negative), ascending.
-      sizes: number of values of each tensor.
+      entries: int64 [count], 2 * position + (1 if negative), of ascending positions.
+      values: float32 [count].
+      tensors: float32 [size] each.
     """
+    starts = np.cumsum([0, *(tensor.size for tensor in tensors)], dtype=np.int64)
     # Entry 2 * p is the first at position p or behind it.
-    bounds = np.searchsorted(entries, 2 * np.cumsum([0, *sizes], dtype=np.int64))
-    return [slice(start, end) for start, end in itertools.pairwise(bounds)]
-
-
-def add_at(entries: np.ndarray, values: np.ndarray, tensors: Sequence[np.ndarray]) -> None:
-    """Adds a value to the place of each entry in the tensors of a step; no two entries are at one place."""
-    first = 0
-    for tensor, chosen in zip(tensors, slices_of(entries, [each.size for each in tensors]), strict=True):
-        tensor[(entries[chosen] >> 1) - first] += values[chosen]
-        first += tensor.size
+    bounds = np.searchsorted(entries, 2 * starts)
+    for tensor, first, (start, end) in zip(tensors, starts, itertools.pairwise(bounds), strict=False):
+        tensor[(entries[start:end] >> 1) - first] += values[start:end]
 
 
 def add_bytes(data: np.ndarray, values: Sequence[np.ndarray], tensors: Sequence[np.ndarray]) -> None:

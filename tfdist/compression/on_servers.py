@@ -42,13 +42,9 @@ def check_codec(chosen: Any, received: str) -> None:
     if type(chosen) in (*_GATHERED, compression.HalfPrecision):
         return
     names = ", ".join(f"tfdist.compression.{kind.__name__}" for kind in (compression.HalfPrecision, *_GATHERED))
-    reason = "server processes know the codecs of tfdist.compression only"
-    if type(chosen) is compression.PowerSGD:
-        reason = "it needs two sums over all workers in each step, and each worker sends to parameter servers by itself"
-    if chosen == "auto":
-        reason = "only workers of tfdist.MultiWorkerMirroredStrategy measure the network between them"
     raise ValueError(
-        f"policies: {chosen!r} does not go with ParameterServerStrategy: {reason}; use {names}. {received}"
+        f"policies: {chosen!r} does not go with ParameterServerStrategy: each worker sends to the servers by itself, "
+        f"and they know some codecs only; use {names}. {received}"
     )
 
 

@@ -21,12 +21,10 @@ from tfdist.transport import mpi
 _WHAT = "starting MPI"
 
 
-def check_communication(communication: Any) -> None:
-    """Raises ValueError unless the argument is one of the three words."""
-    if communication not in KINDS:
-        raise ValueError(
-            f"communication must be one of {', '.join(map(repr, KINDS))}. Received: communication={communication!r}"
-        )
+def check_communication(given: Any, name: str = "communication") -> None:
+    """Raises ValueError unless the argument, or the variable of this name, is one of the three words."""
+    if given not in KINDS:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, KINDS))}. Received: {given!r}")
 
 
 def check_alone(communication: str) -> None:
@@ -129,10 +127,7 @@ def _asked(communication: str) -> str:
     if communication != AUTO:
         return communication
     asked = os.environ.get(COMMUNICATION_VARIABLE) or AUTO
-    if asked not in KINDS:
-        raise ValueError(
-            f"{COMMUNICATION_VARIABLE} must be one of {', '.join(map(repr, KINDS))}, or unset. Received: {asked!r}"
-        )
+    check_communication(asked, COMMUNICATION_VARIABLE)
     return asked
 
 

@@ -70,15 +70,15 @@ class CompressedSums:
         how = self._sums.in_step, self._anywhere.senders, self._slowest, self._compression.error_bound
         try:
             with tf.init_scope():
-                found = choice.choose(choice.made_up(shapes), *how)
+                codec, reason = choice.choose(choice.made_up(shapes), *how)
         except Exception as error:
             # Errors other than TensorFlow's are sent to the other workers, which wait for this worker's measurements.
             raise RuntimeError(f'Compression("auto"): measuring the exchange failed: {error}') from error
-        self._say(found.reason)
-        if found.codec is None:
+        self._say(reason)
+        if codec is None:
             # Steps are those without the policy then; to count would cost some hundredths of a small one.
             self._sums.traffic = None
-        self._use(found.codec)
+        self._use(codec)
 
     def collect(self, model: keras.Model) -> tuple[Any, list[np.ndarray]]:
         """See `WorkerState.collect`."""

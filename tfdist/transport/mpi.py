@@ -199,28 +199,25 @@ class Mpi:
 
     def _add_block(self, sent: np.ndarray, own: np.ndarray, total: np.ndarray) -> None:
         """Sends a block to the next worker; the sum of the one of the worker before and `own` goes to `total`."""
-        length = _SEGMENT_BYTES // sent.itemsize
-        out = [sent[start : start + length] for start in range(0, len(sent), length)]
-        into = [slice(start, min(start + length, len(own))) for start in range(0, len(own), length)]
-        # A segment is received while the one before is added.
-        places = self._places_for(sent.dtype, length)
-        waiting = self._exchange(out[:1], into[:1], places[0])
-        for number in range(max(len(out), len(into))):
-            after = slice(number + 1, number + 2)
-            following = self._exchange(out[after], into[after], places[(number + 1) % 2])
-            self._wait(waiting)
-            for span in into[number : number + 1]:
-                np.add(own[span], places[number % 2][: span.stop - span.start], out=total[span])
-            waiting = following
-
-    def _exchange(self, out: Sequence[np.ndarray], into: Sequence[slice], place: np.ndarray) -> list[Any]:
-        received = [self._comm.Irecv(place[: span.stop - span.start], self._before, _TAG) for span in into]
-        return [*received, *(self._comm.Isend(segment, self._after, _TAG) for segment in out)]
-
-    def _places_for(self, dtype: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+        length, dtype = _SEGMENT_BYTES // sent.itemsize, sent.dtype
         if dtype not in self._segments:
             self._segments[dtype] = np.empty(length, dtype), np.empty(length, dtype)
-        return self._segments[dtype]
+        places = self._segments[dtype]
+
+        def exchange(number: int) -> tuple[list[Any], np.ndarray, slice]:
+            span = slice(number * length, (number + 1) * length)
+            place = places[number % 2][: len(own[span])]
+            requests = [self._comm.Irecv(place, self._before, _TAG)] if len(place) else []
+            if len(sent[span]):
+                requests.append(self._comm.Isend(sent[span], self._after, _TAG))
+            return requests, place, span
+
+        following = exchange(0)
+        for number in range(-(-max(len(sent), len(own)) // length)):
+            # A segment is received while the one before is added.
+            (requests, place, span), following = following, exchange(number + 1)
+            self._wait(requests)
+            np.add(own[span], place, out=total[span])
 
     def _wait(self, requests: list[Any], *kept: Any) -> None:
         """Waits until these requests, which use what is kept, are done."""

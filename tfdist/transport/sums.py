@@ -183,16 +183,10 @@ class WorkerSums:
             if self.traffic:
                 self.traffic.add_messages(collectives.gathered_bytes(tf.shape(gathered)[1]))
             return gathered
-        with tf.device(replicas.worker_device(self._strategy)):
-            if tf.executing_eagerly():
-                with self._waiting("the messages of all workers"):
-                    gathered, lengths = map(tf.constant, self._gather_bytes(message.numpy()))
-            else:
-                with self._after_last():
-                    gathered, lengths = tf.numpy_function(self._gather_bytes, [message], [tf.uint8, tf.int64])
-                self._remember(gathered)
-                gathered.set_shape([replicas.worker_count(self._strategy), None])
-                lengths.set_shape([replicas.worker_count(self._strategy)])
+        what = "the messages of all workers"
+        gathered, lengths = self._in_python(self._gather_bytes, what, message, [tf.uint8, tf.int64])
+        gathered.set_shape([replicas.worker_count(self._strategy), None])
+        lengths.set_shape([replicas.worker_count(self._strategy)])
         if self.traffic:
             self.traffic.add_messages(lengths)
         return gathered
@@ -212,27 +206,27 @@ class WorkerSums:
         if sum_array is None:
             by_collectives = collectives.sum_in_step if in_step else collectives.sum_of
             return by_collectives(self._strategy, flat)
-        return self._by_function(sum_array, flat)
-
-    def _by_function(self, sum_array: SumArray, flat: tf.Tensor) -> tf.Tensor:
-        with tf.device(replicas.worker_device(self._strategy)):
-            if tf.executing_eagerly():
-                with self._waiting("a sum over all workers"):
-                    return tf.constant(sum_array(flat.numpy(), False))
-            with self._after_last():
-                total = tf.numpy_function(lambda array: sum_array(array, True), [_owned(flat)], flat.dtype)
-            self._remember(total)
+        in_place = not tf.executing_eagerly()
+        call = lambda array: [sum_array(array, in_place)]  # noqa: E731
+        (total,) = self._in_python(call, "a sum over all workers", flat, [flat.dtype])
         total.set_shape(flat.shape)
         return total
 
-    def _after_last(self) -> contextlib.AbstractContextManager:
-        """All workers must come to the calls in one order, also to those that don't depend on each other."""
-        graph: Any = tf.compat.v1.get_default_graph()
-        before = self._last.get(graph)
-        return tf.control_dependencies([graph.get_operation_by_name(before)] if before else [])
-
-    def _remember(self, result: tf.Tensor) -> None:
-        self._last[tf.compat.v1.get_default_graph()] = result.op.name
+    def _in_python(
+        self, function: Callable[[np.ndarray], Sequence[Any]], what: str, given: tf.Tensor, dtypes: Sequence[tf.DType]
+    ) -> list[tf.Tensor]:
+        """Calls a function of an array, which waits for all workers; in a graph it owns the array."""
+        with tf.device(replicas.worker_device(self._strategy)):
+            if tf.executing_eagerly():
+                with self._waiting(what):
+                    return [tf.constant(each) for each in function(given.numpy())]
+            # All workers must come to the calls in one order, also to those that don't depend on each other.
+            graph: Any = tf.compat.v1.get_default_graph()
+            before = self._last.get(graph)
+            with tf.control_dependencies([graph.get_operation_by_name(before)] if before else []):
+                results = tf.numpy_function(function, [_owned(given)], dtypes)
+            self._last[graph] = results[0].op.name
+            return results
 
 
 def _owned(flat: tf.Tensor) -> tf.Tensor:
