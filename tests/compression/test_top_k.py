@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import simulated
 import tensorflow as tf
 from entropy import entropy_bits
 
@@ -122,14 +121,6 @@ def test_bytes_are_those_of_values_and_coded_gaps(values: str, size: int):
     _, _, message = step(codec, gradient, codec.init(specs_of(gradient)))
     bits = 8 * (message.size - frames.HEADER_BYTES - 17 - 2000 * size) / 2000
     assert bits <= 1.02 * (entropy_bits(0.001) - 1)
-
-
-def test_workers_add_what_they_have_sent():
-    codec = TopK(0.5, momentum=0)
-    tensors = [[tf.constant([4.0, 1.0, 3.0, 0.5])], [tf.constant([1.0, 2.0, -5.0, 0.5])]]
-    sums, states, _ = simulated.exchange(codec, tensors, [codec.init(specs_of([np.zeros(4)]))] * 2)
-    np.testing.assert_array_equal(sums[0][0], [4.0, 2.0, -2.0, 0.0])
-    np.testing.assert_array_equal(states[1]["residual/0"], [1.0, 0.0, 0.0, 0.5])
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class SignSGD(gathered.GatheredCodec):
         scales, data = np.split(payload, [4 * len(sums)])
         # Eight values of each byte.
         signs = (1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1)).astype(np.float32)
-        gathered.add_bytes(data, np.frombuffer(scales.tobytes(), "<f4")[:, None, None] * signs, sums)
+        gathered.add_bytes(data, [scale * signs for scale in np.frombuffer(scales.tobytes(), "<f4")], sums)
 
 
 def _take_signs(values: np.ndarray, scale: np.float32) -> np.ndarray:

@@ -584,7 +584,7 @@ def _scaling_alone(model: keras.Model) -> list[tuple[Any, str, Any]]:
 
 def parts_of_batch(batch: Sequence[tf.Tensor], iterator: WorkerIterator, num_parts: int) -> list[list[tf.Tensor]]:
     """Returns the parts of a flat batch that the chief has read, flat, as the workers' iterators would give them."""
-    whole = tf.nest.pack_sequence_as(iterator.element_spec, batch, expand_composites=True)
+    whole = tf.nest.pack_sequence_as(iterator.dataset.element_spec, batch, expand_composites=True)
     totals = [splitting.rows(whole)] if iterator.dataset.kind.form.has_totals else []
     parts = [splitting.cut(whole, part, num_parts) for part in range(num_parts)]
     return [[*splitting.flat(part), *totals] for part in parts]

@@ -235,7 +235,7 @@ def _checked_rows(batch: Any, num_parts: int) -> list[tf.Tensor | int]:
     if len(known) == len(tensors) and _can_be_divided(known, num_parts):
         return [*known]
     counted = [leaf for leaf in tensors if tf.TensorShape(leaf.shape).rank != 0]
-    counts = [rows(leaf) for leaf in counted]
+    counts: list[Any] = [rows(leaf) for leaf in counted]
     if len(counts) > 1 and tf.executing_eagerly():
         sizes = [int(count) for count in counts]
         if not _can_be_divided(sizes, num_parts):

@@ -49,10 +49,6 @@ _CHECK_SECS = 1.0
 FIRST_SUMS_SECS = 20.0
 # Longest search for the lost worker after an error of the library.
 _BLAME_SECS = 12.0
-_LATE = (
-    f"MPI's first sum has not completed within {FIRST_SUMS_SECS:g} s; a firewall may keep its connections, on ports of "
-    "its own, from coming up: let all ports pass between the workers"
-)
 
 
 class Mpi:
@@ -75,7 +71,8 @@ class Mpi:
         self._before, self._after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         self._check = check
         self._spin_secs, self._yield_secs = (0.0, 0.0) if is_polite else (_SPIN_SECS, _YIELD_SECS)
-        self._limit_secs = math.inf
+        # Longest wait, and the text of the error after it.
+        self._limit_secs, self._late = math.inf, ""
         self._lock = threading.Lock()
         self._segments: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self._count = 0
@@ -109,6 +106,10 @@ class Mpi:
           ConnectionError: one of them is not done within `FIRST_SUMS_SECS`.
         """
         self._limit_secs = FIRST_SUMS_SECS
+        self._late = (
+            f"MPI's first sum has not completed within {FIRST_SUMS_SECS:g} s; a firewall may keep its connections, on "
+            "ports of its own, from coming up: let all ports pass between the workers"
+        )
         for size in (1, _SMALL_BYTES // 8 + self._size):
             self.sum(np.ones(size))
         other, request = self._comm.Idup()
@@ -222,7 +223,7 @@ class Mpi:
     def _wait(self, requests: list[Any], *kept: Any) -> None:
         """Waits until these requests, which use what is kept, are done."""
         self._held += [*requests, *kept]
-        self.wait_until(functools.partial(self._are_done, requests), self._limit_secs, _LATE)
+        self.wait_until(functools.partial(self._are_done, requests), self._limit_secs, self._late)
 
     def wait_until(self, is_done: Callable[[], bool], limit_secs: float, late: str) -> None:
         """Waits; raises ConnectionError if a worker is lost, and after this time, with this text."""
