@@ -25,11 +25,10 @@ _KERAS_SHUFFLED = tf.data.experimental.ExternalStatePolicy.IGNORE
 # Batches whose order changes between epochs when the composition of the batches can't.
 _SHUFFLE_BATCHES = 64
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
-_DIFFERENT_EXAMPLES = "the components of a batch have different numbers of examples"
 _REMEDY = "repeat what is the same for all examples with tf.repeat, or keep it in the model"
 _UNEVEN = (
-    f"dataset: {_DIFFERENT_EXAMPLES}, and can't be divided among replicas, because not all of them divide evenly; "
-    f"{_REMEDY}. Received examples:"
+    "dataset: the components of a batch have different numbers of examples, and can't be divided among replicas, "
+    f"because not all of them divide evenly; {_REMEDY}. Received examples:"
 )
 
 
