@@ -401,6 +401,11 @@ class WorkerIterator(HandleIterator):
         self.feed: Feed | None = None
         self.is_last = False
 
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of a batch."""
+        return self.dataset.element_spec
+
     def decide(self, by_chief: bool) -> Feed:
         """Returns the feed; decides about it if that was not done.
 
