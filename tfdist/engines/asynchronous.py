@@ -209,7 +209,7 @@ class AsynchronousEngine(Engine):
 
     def _predict(self, program: Program, feed: ChiefFeed) -> list[np.ndarray]:
         """Returns the predictions for the next batch, while steps for later batches are in flight."""
-        ahead = feed.started
+        ahead = feed.predictions
         with contextlib.suppress(tf.errors.OutOfRangeError):
             while len(ahead) < self.window:
                 ahead.append(self.start(program, feed.next_batch(), feed))

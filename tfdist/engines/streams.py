@@ -151,11 +151,11 @@ class StreamEngine(rounds.RoundEngine):
     def _read(self, feed: worker_pass.ChiefFeed, iterator: WorkerIterator) -> list[Any]:
         # In the thread of one worker, but any worker may be given a part.
         with tf.device(coordinator.CHIEF_DEVICE):
-            return parts_of_batch(feed.read_ahead(), iterator, self.replicas_to_aggregate)
+            return parts_of_batch(feed.next_batch(), iterator, self.replicas_to_aggregate)
 
     def _redeem(self, iterator: WorkerIterator) -> None:
         if isinstance(iterator.feed, worker_pass.ChiefFeed):
-            iterator.feed.redeem_ahead()
+            iterator.feed.redeem()
 
     def _without_update(self, iterator: WorkerIterator) -> list[np.ndarray]:
         """Ends a pass without gradients: raises the end of the data, or makes an empty step if Keras expects one."""

@@ -280,7 +280,7 @@ class ChiefFeed:
     Attributes:
       ended: True once the end of the data was read.
       updates: see `WorkerFeed`; here each update has a batch.
-      started: steps begun ahead of the handles for them (`predict`), or None for each batch that was read so.
+      predictions: steps of `predict` that were begun ahead of the handles for them.
     """
 
     in_step = False
@@ -289,15 +289,16 @@ class ChiefFeed:
         self._source = source
         self.ended = False
         self.updates = 0
-        self.started: collections.deque[Any] = collections.deque()
+        self.predictions: collections.deque[Any] = collections.deque()
         self._waiting: collections.deque[list[tf.Tensor]] = collections.deque()
-        self._redeemed = 0
+        # Numbers of batches taken ahead of their handles, and of handles whose batch was taken.
+        self._ahead = self._redeemed = 0
         self._reading = threading.RLock()
 
     def has_next(self, given: int) -> bool:
         """Returns True if there is a batch for another handle than these."""
         with self._reading:
-            while len(self._waiting) + len(self.started) <= given - self._redeemed:
+            while len(self._waiting) + self._ahead <= given - self._redeemed:
                 try:
                     self._waiting.append(self._read())
                 except tf.errors.OutOfRangeError:
@@ -305,26 +306,21 @@ class ChiefFeed:
             return True
 
     def next_batch(self) -> list[tf.Tensor]:
-        """Returns the next batch, flat. Raises `tf.errors.OutOfRangeError` at the end."""
-        return self._waiting.popleft() if self._waiting else self._read()
+        """Returns the next batch, flat, possibly before its handle exists; any thread may call it.
+
+        Raises:
+          tf.errors.OutOfRangeError: the data have ended.
+        """
+        with self._reading:
+            batch = self._waiting.popleft() if self._waiting else self._read()
+            self._ahead += 1
+            return batch
 
     def redeem(self) -> None:
         """Counts a handle whose batch was taken."""
-        self._redeemed += 1
-
-    def read_ahead(self) -> list[tf.Tensor]:
-        """Returns the next batch, flat, possibly before its handle exists; any thread may call it."""
         with self._reading:
-            batch = self.next_batch()
-            self.started.append(None)
-            return batch
-
-    def redeem_ahead(self) -> None:
-        """Counts a handle whose batch `read_ahead` has read."""
-        with self._reading:
-            if self.started:
-                self.started.popleft()
-            self.redeem()
+            self._ahead -= self._ahead > 0
+            self._redeemed += 1
 
     def _read(self) -> list[tf.Tensor]:
         try:
@@ -461,5 +457,6 @@ class WorkerIterator(HandleIterator):
         feed = self.decide(by_chief=True)
         if isinstance(feed, WorkerFeed):
             return list(self.engine.read_batch(feed, self.dataset.next_one))
+        batch = feed.next_batch()
         feed.redeem()
-        return feed.next_batch()
+        return batch

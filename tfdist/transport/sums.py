@@ -111,6 +111,7 @@ class WorkerSums:
 
     Attributes:
       traffic: counts what is sent; None for no counts.
+      failure: returns the Python exception of a sum that has failed, in place of which a step raises TensorFlow's own.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -119,12 +120,12 @@ class WorkerSums:
         self._sum_array: SumArray | None = None
         self._gather_bytes: GatherBytes | None = None
         self._waiting: Waiting = contextlib.nullcontext
-        self._failed: Callable[[], Exception | None] = lambda: None
+        self.failure: Callable[[], Exception | None] = lambda: None
         # By graph, the name of the operation that makes its last call of Python.
         self._last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def use(
-        self, sum_array: SumArray, gather_bytes: GatherBytes, waiting: Waiting, failed: Callable[[], Exception | None]
+        self, sum_array: SumArray, gather_bytes: GatherBytes, waiting: Waiting, failure: Callable[[], Exception | None]
     ) -> None:
         """Sums and gathers arrays by these functions from now on, in place of TensorFlow's collectives.
 
@@ -132,10 +133,10 @@ class WorkerSums:
           sum_array: sums.
           gather_bytes: gathers.
           waiting: returns a context in which the main thread is known to wait for what is named.
-          failed: returns the exception of a sum that has failed, if one has.
+          failure: see `WorkerSums`.
         """
         self._sum_array, self._gather_bytes = sum_array, gather_bytes
-        self._waiting, self._failed = waiting, failed
+        self._waiting, self.failure = waiting, failure
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors, with one collective for each dtype."""
@@ -190,10 +191,6 @@ class WorkerSums:
         if self.traffic:
             self.traffic.add_messages(lengths)
         return gathered
-
-    def failure(self) -> Exception | None:
-        """Returns the Python exception of a sum that has failed, in place of which a step raises TensorFlow's own."""
-        return self._failed()
 
     def _sum_of(self, flat: tf.Tensor, in_step: bool = False) -> tf.Tensor:
         sum_array = self._sum_array if flat.dtype in _DTYPES else None
