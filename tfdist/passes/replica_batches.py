@@ -137,7 +137,7 @@ class ReplicaIterator(handles.HandleIterator):
     def flat(self, handle: handles.BatchHandle, replica: int) -> Sequence[tf.Tensor]:
         """Returns a replica's input as a flat list: the whole batch, of which it cuts out its part; in its thread."""
         del replica
-        return tf.nest.flatten(handle.whole, expand_composites=True)
+        return splitting.flat(handle.whole)
 
     def rows(self, handle: handles.BatchHandle, replica: int) -> int:
         """Returns the number of examples in a replica's part, after `flat`; 0 if it is not known."""
