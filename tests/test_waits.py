@@ -27,8 +27,8 @@ _OF_SUBPROCESS = ("run", "call", "check_call", "check_output")
 _PATHS_AND_TEXTS = ("os.path", "posixpath", "shlex", "file_utils", "tf.strings", "clusters")
 
 ENDED_BY = {
-    "compat/keras/saving.py:_appears": "deadline",
-    "compat/keras/saving.py:_lock": "deadline",
+    "compat/keras/saving.py:_wait_for": "deadline",
+    "compat/keras/saving.py:locked": "deadline",
     "doctor/measure.py:_connected": "deadline",
     "engines/agreement.py:Agreement._get": "self.check()",
     "engines/agreement.py:Agreement._run": "self._stopped",
@@ -81,7 +81,7 @@ _BY_QUEUE = "StepQueue.wait_until is behind it"
 UNBOUNDED = {
     "compat/tensorflow/graphs.py:call_outside": "runs one function of TensorFlow's that waits for no other process",
     "coordination/usage.py:Sampler._run": "its thread ends with the process",
-    "doctor/measure.py:_latency": _BY_TIMEOUT_OF_SOCKET,
+    "doctor/measure.py:_measured": _BY_TIMEOUT_OF_SOCKET,
     "doctor/measure.py:_pass": _BY_TIMEOUT_OF_SOCKET,
     "engines/asynchronous.py:AsynchronousEngine._predict": _BY_QUEUE,
     "engines/asynchronous.py:AsynchronousEngine.call": _BY_QUEUE,
