@@ -120,7 +120,10 @@ def share_usage(agreement: Agreement, own: Callable[[], Usage]) -> Callable[[], 
       A function for any thread that returns the counters of each worker that has posted some, by its name in reports.
     """
     known: dict[int, Usage] = {}
-    agreement.on_look = lambda: agreement.post(f"usage/{agreement.task}", own().to_json())
+    # Storing has no time limit.
+    agreement.on_look = lambda: (
+        agreement.service_answers() and agreement.post(f"usage/{agreement.task}", own().to_json())
+    )
 
     def usage() -> dict[str, Usage]:
         for index, task in enumerate(agreement.tasks):
