@@ -26,7 +26,7 @@ from absl import flags
 
 import tfdist
 from tfdist import _log, _sockets
-from tfdist.cluster import Cluster, ClusterError
+from tfdist.cluster import Cluster, ClusterError, note_joined
 from tfdist.doctor import measure as doctor_measure
 from tfdist.launchers import command_line, environment
 from tfdist.launchers.requests import LaunchError
@@ -122,6 +122,8 @@ def examine(timeout_secs: float, env: Mapping[str, str] = os.environ) -> list[Fi
         return [*found, Finding(OK, "TF_CONFIG is not set: this machine trains alone")]
     try:
         cluster = Cluster.from_tf_config(env["TF_CONFIG"])
+        # The launcher would miss a strategy.
+        note_joined()
     except ClusterError as error:
         return [*found, Finding(WRONG, str(error))]
     return [*found, *strategy(cluster), *own_port(cluster), *reachable(cluster, timeout_secs)]
