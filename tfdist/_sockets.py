@@ -143,7 +143,13 @@ def connections() -> Iterator[tuple[str, socket.socket]]:
                 continue
             # This family has room for addresses of all others.
             kind = socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
-            with socket.socket(*kind, fileno=os.dup(int(name))) as connection:
+            copy = os.dup(int(name))
+            try:
+                connection = socket.socket(*kind, fileno=copy)
+            except OSError:
+                os.close(copy)
+                raise
+            with connection:
                 if connection.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP:
                     seen.add(link)
                     yield link, connection

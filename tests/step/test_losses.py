@@ -52,8 +52,12 @@ def test_a_loss_and_a_step_that_keep_state_are_not_tried():
         def train_step(self, data):
             return {**super().train_step(data), "read": tf.reduce_max(next(self.others))}
 
-    assert losses._kind_of_number(loss, tf.zeros([2, 1]), tf.ones([2, 1])) == "mean"
+    assert losses._kind_of_number(loss, tf.zeros([2, 1]), tf.ones([2, 1])) == "sum"
     assert float(seen) == 0.0
+    reading = lambda y, p: tf.reduce_sum((y - p) ** 2) * tf.cast(next(iter(numbers)), "float32")  # noqa: E731
+    numbers = iter(tf.data.Dataset.range(100))
+    assert losses._kind_of_number(reading, tf.zeros([2, 1]), tf.ones([2, 1])) == "unknown"
+    assert int(next(numbers)) == 0
     with tfdist.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         model = Reading([keras.Input((1,)), keras.layers.Dense(1)])
         model.others = iter(tf.data.Dataset.range(100))

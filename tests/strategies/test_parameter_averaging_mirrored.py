@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,6 +153,20 @@ def interrupted(model: keras.Model) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         model.fit(X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)])
+
+
+def test_a_fit_that_raises_after_its_last_average_changes_nothing(cpus):
+    def end(logs: Any) -> None:
+        raise ValueError("at the end")
+
+    weights = []
+    for callbacks in [], [keras.callbacks.LambdaCallback(on_train_end=end)]:
+        model = compiled(averaging(cpus, 4, outer=OPTIMIZERS.SGD(0.5)), lambda: OPTIMIZERS.SGD(0.1))
+        with contextlib.suppress(ValueError):
+            model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert_close(*weights)
 
 
 def test_weights_set_after_an_interrupted_fit_stay_and_replicas_train_alike(cpus):

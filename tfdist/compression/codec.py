@@ -187,10 +187,10 @@ class Codec:
     def _encode(
         self, tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec], state: State
     ) -> tuple[tf.Tensor, State]:
-        raise TypeError(f"{self!r} needs more than one message; call exchange, not encode")
+        raise TypeError(f"{self!r} needs more than one message; call exchange, not encode; of one, define _encode")
 
     def _decode(self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]) -> list[tf.Tensor]:
-        raise TypeError(f"{self!r} needs more than one message; call exchange, not decode")
+        raise TypeError(f"{self!r} needs more than one message; call exchange, not decode; of one, define _decode")
 
 
 def sizes_of(specs: Sequence[tf.TensorSpec]) -> list[int]:

@@ -22,6 +22,7 @@ import collections
 import contextlib
 import enum
 import json
+import math
 import socket
 import threading
 import time
@@ -136,7 +137,15 @@ def unpack(kind: Any, line: bytes) -> Any:
       ProtocolError: it is none of this kind.
     """
     try:
-        return kind(*(tuple(each) if isinstance(each, list) else each for each in json.loads(line)))
+        message = kind(*(tuple(each) if isinstance(each, list) else each for each in json.loads(line)))
+        if isinstance(message, WorkerReport):
+            act, *counts, secs, input_secs = message
+            is_known = all(type(each) is int and each >= 0 for each in counts)
+            is_known &= all(0 <= each < math.inf for each in (secs, input_secs))
+            message = message._replace(act=Act(act)) if is_known else None
+        if message is None:
+            raise ValueError(line)
+        return message
     except (ValueError, TypeError, RecursionError):
         raise ProtocolError(f"sent no {kind.__name__}") from None
 

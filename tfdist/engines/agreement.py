@@ -17,6 +17,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import threading
 import time
@@ -38,6 +39,8 @@ _ASK_MS, _PEEK_MS = 1000, 20
 _END_SECS = 3.0
 # Time in which the service, or the port of its host, shows how a worker has ended whose connection is lost.
 _EXPLAIN_SECS = 0.5
+# Longer, if the text of an error tells whom it is about.
+_LOST_SECS = 2.0
 _LOOK_EVERY_SECS = 1.0
 # With more workers than this they look less often, because each reads the states of all.
 _WORKERS_PER_LOOK = 20
@@ -52,6 +55,8 @@ _ERRORS_OF_COLLECTIVES = (
 )
 # Their text where another worker came with another collective.
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
+_LOST = re.compile(r"[Cc]onnection re(?:set|fused)|[Ff]ailed to connect|Socket closed|Broken pipe")
+_REMOTE = re.compile(r"remote target /job:(\w+)/replica:\d+/task:(\d+)")
 # The service's text for a task that it has not heard of.
 _SILENT = "heartbeat timeout"
 _Find = Callable[[], str | None]
@@ -95,7 +100,7 @@ class Agreement:
         # The functions with collectives, by the line of the program that calls them.
         self._functions: dict[str, context.CollectiveFunction] = {}
         # Outcome of the program, once it has ended.
-        self.ended = ""
+        self.ended, self._process = "", os.getpid()
         # Reason why collectives of TensorFlow's were aborted; taken by the code that meets the error.
         self.failure: Exception | None = None
         # Number of calls of `from_chief_at`, by place; others may come for their results later.
@@ -317,7 +322,9 @@ class Agreement:
         if lost is None and not is_quoted and not isinstance(error, _ERRORS_OF_COLLECTIVES):
             return None
         found, self.failure = self.failure, None
-        deadline = time.monotonic() + _EXPLAIN_SECS
+        # The host of a peer may be gone without a refusal, before the peer's heartbeats are missed.
+        lost = lost or self._lost_peer(str(error))
+        deadline = time.monotonic() + (_LOST_SECS if lost else _EXPLAIN_SECS)
         try:
             while (found := found or self._loss(own, self._others)) is None and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -325,6 +332,15 @@ class Agreement:
             return service
         killed = ConnectionError(worker_waits.never(own, dict.fromkeys(lost, worker_waits.LOST))) if lost else None
         return found or killed
+
+    def _lost_peer(self, text: str) -> list[str]:
+        """Returns the task whose connection is lost by an error of TensorFlow's; [] for none that is known."""
+        if not _LOST.search(text):
+            return []
+        if len(self._others) == 1:
+            return [str(self._others[0])]
+        named, known = [f"{job}:{index}" for job, index in _REMOTE.findall(text)], {*map(str, self._others)}
+        return [task for task in reversed(named) if task in known][:1]
 
     def current_wait(self) -> _Wait | None:
         """Returns the innermost wait; in any thread."""
@@ -480,7 +496,8 @@ class Agreement:
 
     def end(self, how: str = worker_waits.HAS_ENDED) -> None:
         """Tells the other workers that this one makes no more calls; done at the end of the program."""
-        if self.ended:
+        # A forked copy of the program is no worker.
+        if self.ended or os.getpid() != self._process:
             return
         with self._lock, contextlib.suppress(ConnectionError):
             # Nothing is published after it. Storing has no time limit.

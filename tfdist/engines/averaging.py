@@ -153,10 +153,12 @@ class AveragingEngine(Engine):
     def _attend(self, fit: Call) -> None:
         callbacks = fit.callbacks
         if not any(isinstance(callback, _Settling) for callback in callbacks.callbacks):
+            model, self._interrupted = fit.model, None
             if calls.is_within_fit(fit):
                 # The outer one goes on, also with the same iterator.
                 fit.after.append(functools.partial(setattr, self, "_model", self._model))
-            fit.ends.append(lambda error: setattr(self, "_interrupted", fit.model))
+            else:
+                fit.ends.append(lambda error: self._note_interrupted(model))
             settling = _Settling(self)
             settling.set_model(fit.model)
             settling.set_params(callbacks.params)
@@ -164,6 +166,10 @@ class AveragingEngine(Engine):
             # there is.
             callbacks.callbacks = [settling, *callbacks.callbacks]
         self._model = fit.model
+
+    def _note_interrupted(self, model: keras.Model) -> None:
+        # Not after `finish`, as where `on_train_end` of a callback raises.
+        self._interrupted = model if self._model is model else None
 
     @property
     def is_synchronized(self) -> bool:

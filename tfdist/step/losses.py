@@ -53,11 +53,12 @@ def _lack(found: Any, *given: Any) -> str:
 
 EXAMPLES = 4
 _MOST_NUMBERS = 2**24
-# Operations whose effects would be seen, and that may give other values the next time; those on variables.
+# Operations whose effects would be seen, and that may give other values the next time.
 EFFECTS = re.compile(
     "Assign(Add|Sub)?$|.*PyFunc|Print|Write|Save|Lookup.*(Insert|Remove|Import)|Queue|StackP|.*Iterator.*GetNext"
 )
-_ON_VARIABLES = re.compile("Assign.*Variable|Resource(Scatter|Apply|SparseApply|StridedSliceAssign)")
+# Of these, what can't be undone and changes what comes after.
+_LASTING = re.compile("Lookup.*(Insert|Remove|Import)|Queue|StackP|.*Iterator.*GetNext")
 
 
 def joined(*batches: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -245,6 +246,9 @@ def _of_all(
             return found
         if kind == "sum":
             return whole(found, share)
+        if kind == "unknown":
+            _say_unknown(owner)
+            return found
         if gather is not None:
             whole_batch = call(*map(gather, given), **named)
             return whole_batch if then is None else then(whole_batch)
@@ -272,18 +276,36 @@ def _notice(owner: Any, does: str, may_differ: bool) -> None:
         )
 
 
+def _say_unknown(owner: Any) -> None:
+    if owner not in _noticed:
+        _noticed.add(owner)
+        _log.say(
+            f"{getattr(owner, 'name', None) or type(owner).__name__!r} reads an iterator, or fills a table, so whether "
+            "its number is a mean or a sum over the examples can't be tried: it counts as a mean; return a number for "
+            "each example"
+        )
+
+
 def _kind_of_number(call: Callable[..., Any], *given: Any) -> str:
-    """Returns "mean", "sum" or "other", by made-up examples; "mean" if they don't suit the function."""
+    """Returns "mean", "sum" or "other", by made-up examples; "mean" if they don't suit the function.
+
+    It is "unknown" of a function that reads an iterator, or fills a table: a trial would be seen.
+    """
     first, second = (made_up(given, EXAMPLES, seed) for seed in range(2))
     if first is None or second is None:
         return "mean"
     try:
         with tf.init_scope():
             traced = tf.function(call, autograph=False).get_concrete_function(*map(tf.constant, first))
-            if any(EFFECTS.match(each) or _ON_VARIABLES.match(each) for each in graphs.types_in(traced.graph)):
-                return "mean"
+            if any(map(_LASTING.match, graphs.types_in(traced.graph))):
+                return "unknown"
+            before = [(variable, variable.read_value()) for variable in traced.graph.variables]
             value = lambda *batches: float(call(*map(tf.constant, joined(*batches))))  # noqa: E731
-            one, other, twice, both = value(first), value(second), value(first, first), value(first, second)
+            try:
+                one, other, twice, both = value(first), value(second), value(first, first), value(first, second)
+            finally:
+                for variable, kept in before:
+                    variable.assign(kept)
     except Exception:
         return "mean"
     if not np.isfinite(both) or (np.isclose(both, (one + other) / 2, rtol=1e-3) and np.isclose(twice, one, rtol=1e-3)):

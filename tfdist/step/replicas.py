@@ -25,7 +25,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import _log
+from tfdist import _log, model_parallel
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, models, optimizers
 from tfdist.compat.keras.scope import check_made_in_scope
@@ -336,11 +336,12 @@ def _distributed(like: Any, parts: Sequence[Any]) -> Any:
 
 
 def check_model(strategy: Any, model: keras.Model) -> None:
-    """Raises ValueError if a model can't be trained or evaluated as it was compiled.
+    """Raises ValueError if a model can't be trained or evaluated as it was compiled, or has layers without a place.
 
     What `scope` can move into the scope is moved.
     """
     scope.take_over(strategy, model)
+    model_parallel.check_placement(strategy, model)
     devices = strategy.extended.worker_devices
     is_local_gpus = len(devices) == strategy.num_replicas_in_sync and all("GPU" in device for device in devices)
     if model.jit_compile and strategy.num_replicas_in_sync > 1 and not is_local_gpus:

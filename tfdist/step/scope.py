@@ -17,7 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import model_parallel
 from tfdist.compat.keras import calls, models, placement, scope
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.tensorflow import graphs, replicas
@@ -36,7 +35,7 @@ def begin(strategy: tf.distribute.Strategy, call: calls.Call, alone: str) -> Non
 
     Raises:
       RuntimeError: the model has no strategy, and the call trains.
-      ValueError: a replica makes the call, or weights have no place; or see `take_over`.
+      ValueError: a replica makes the call; or see `take_over`.
     """
     if tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context():
         raise ValueError(
@@ -48,8 +47,6 @@ def begin(strategy: tf.distribute.Strategy, call: calls.Call, alone: str) -> Non
         # Before Keras builds the optimizer. Calls with single batches need nothing from then on.
         if call.kind in ("fit", "evaluate") or (optimizer is not None and not optimizer.built):
             take_over(strategy, call.model)
-        if call.model.built:
-            model_parallel.check_placement(strategy, call.model)
     elif alone and call.trains and call.strategy is None:
         raise RuntimeError(_without_scope(call, alone))
 

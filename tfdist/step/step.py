@@ -280,6 +280,10 @@ def key_of(function: Callable[..., Any]) -> Hashable:
 
 def key_of_value(value: Any) -> Hashable:
     """Returns a key that is equal for the same object, and for equal scalars of one type."""
+    if isinstance(value, types.MethodType):  # A new object each time that it is looked up.
+        return value.__func__, _Same(value.__self__)
+    if isinstance(value, tf.TensorShape | tf.DType):
+        return value
     # 1 == 1.0 == True, and 0.0 == -0.0.
     return (type(value), repr(value)) if isinstance(value, _SCALARS) else _Same(value)
 

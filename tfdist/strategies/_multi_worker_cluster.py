@@ -31,6 +31,8 @@ from tfdist.policies.base import Aggregation
 
 # At its end the chief, with which the service ends, waits so long for others that need nothing of it any more.
 _FAREWELL_SECS = 10.0
+# Likewise after a save of the chief's, which other workers come for when they are there.
+_SAVED_SECS = 60.0
 # Time for a failed process to end.
 _END_SECS = 3.0
 _MESSAGE_CHARS = 500
@@ -143,9 +145,10 @@ def leave_at_exit(agreement: Agreement) -> None:
     def leave() -> None:
         agreement.end()
         if agreement.is_chief and agreement.ended == worker_waits.HAS_ENDED:
-            pending, began = {str(task) for task in agreement.tasks[1:]}, time.monotonic()
+            pending = {str(task) for task in agreement.tasks[1:]}
+            until = time.monotonic() + (_SAVED_SECS if agreement.numbers else _FAREWELL_SECS)
             with agreement.reporter.waiting("the end of the program"), contextlib.suppress(ConnectionError):
-                while pending and (agreement.numbers or time.monotonic() - began < _FAREWELL_SECS):
+                while pending and time.monotonic() < until:
                     states = {task: agreement.read(task) for task in pending - agreement.lost().keys()}
                     pending = {task for task, state in states.items() if state is None or not state.ended}
                     time.sleep(0.1 if pending else 0.0)

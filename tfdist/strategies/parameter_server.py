@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import cluster as clusters
+from tfdist import model_parallel
 from tfdist import transforms as gradient_transforms
 from tfdist.cluster import Cluster, note_joined
 from tfdist.compat.keras import calls, fit, models, saving, sharding
@@ -389,6 +390,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _check_step(self, step: Step) -> None:
         scope_checks.check_scope(self, step)
+        if step.kind != "other":
+            model_parallel.check_placement(self, step.model_in_use)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             check_for_workers(step, asynchronous=self._training is self._engine)
 

@@ -286,7 +286,9 @@ def given_metrics(model: keras.Model) -> list[Any]:
 
 def kept_until_compiled(model: keras.Model) -> dict[Any, Any]:
     """Returns a dictionary of the model, which is empty again once the model is compiled anew."""
-    compiled = getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics
+    # Of a `compile` of the user's own, which may hand on less than it is given, its settings are new at least.
+    settings = getattr(model, "_compile_config", None)
+    compiled = getattr(model, "optimizer", None), model._compile_loss, model._compile_metrics, settings
     before, kept = patching.get(model, _KEPT, (None, None))
     if kept is None or any(each is not old for each, old in zip(compiled, before, strict=True)):
         kept = dict[Any, Any]()

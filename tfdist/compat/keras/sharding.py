@@ -340,11 +340,40 @@ def _saving(original: Any) -> Any:
 _PLAIN = (np.float16, np.float32, np.float64)
 
 
+class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """A data set of a file, which is read when it is needed as an array: by arithmetic, or any attribute of one."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self.shape = tuple(stored.shape)
+        self.dtype = stored.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Reads all of it."""
+        del copy  # A copy each time.
+        return np.array(self._stored, dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        arrays = [np.array(each) if isinstance(each, StoredArray) else each for each in inputs]
+        return getattr(ufunc, method)(*arrays, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(np.array(self), name)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self._stored[rows]
+
+
 def _reading(original: Any) -> Any:
     def get(store: Any, key: str) -> Any:
         found = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key) if key in store else None
         is_large = found is not None and found.ndim == 2 and found.nbytes > BLOCK_BYTES
-        return found if is_large and "dtype" not in found.attrs else original(store, key)
+        return StoredArray(found) if is_large and "dtype" not in found.attrs else original(store, key)
 
     return get
 
@@ -357,8 +386,8 @@ def _on_disk(original: Any) -> Any:
 
 
 def _assign(variable: Any, value: Any) -> Any:
-    if not isinstance(value, saving_lib.h5py.Dataset | np.memmap) or tuple(variable.shape) != value.shape:
-        return type(variable).assign(variable, value)
+    if not isinstance(value, StoredArray | np.memmap) or tuple(variable.shape) != value.shape:
+        return type(variable).assign(variable, np.array(value) if isinstance(value, StoredArray) else value)
     rows = variables.tf_variable(variable)
     for first, last in row_blocks(value.shape, value.dtype.itemsize):
         rows.write_rows(first, value[first:last])
