@@ -22,6 +22,7 @@ from tfdist.compat.tensorflow import graphs
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
     "keras.src.backend:compute_output_spec",
+    "keras.src.trainers.trainer:Trainer._compile_config",
     "keras.src.trainers.trainer:Trainer._compile_loss",
     "keras.src.trainers.trainer:Trainer._compile_metrics",
     "keras.src.trainers.trainer:Trainer._symbolic_build(data_batch)",
