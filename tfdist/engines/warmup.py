@@ -349,7 +349,7 @@ class WarmupHandle(handles.BatchHandle):
     @property
     def flat(self) -> list[tf.Tensor]:
         """The content as flat tensors."""
-        return [leaf for leaf in tf.nest.flatten(self.content, expand_composites=True) if leaf is not None]
+        return splitting.flat(self.content)
 
 
 def parts_of_replicas(content: list[Any], is_whole: bool, replicas: Sequence[int], num_replicas: int) -> list[Any]:
