@@ -118,9 +118,9 @@ def actor_of(pid: int) -> psutil.Process:
 
 
 def test_tasks_get_addresses_and_the_copied_directory(launch, tmp_path):
-    script = "import os, sys, json\nprint(os.environ['TF_CONFIG'], os.getcwd(), *sys.argv[1:], flush=True)\n"
+    script = "import os, sys, json, time\nprint(os.environ['TF_CONFIG'], os.getcwd(), *sys.argv[1:], flush=True)\n"
     job = launch(
-        script + "sys.exit(3 if json.loads(os.environ['TF_CONFIG'])['task']['type'] == 'chief' else 0)",
+        script + "sys.exit(3) if json.loads(os.environ['TF_CONFIG'])['task']['type'] == 'ps' else time.sleep(200)",
         "--num_workers=2",
         "--num_ps=1",
         "--copy",
@@ -128,7 +128,7 @@ def test_tasks_get_addresses_and_the_copied_directory(launch, tmp_path):
         arguments=("--epochs=5", "a b"),
     )
     assert job.wait() == 3
-    assert job.lines[-1] == "tfdist: chief:0 failed first (exit code 3); all tasks have ended"
+    assert job.lines[-1] == "tfdist: ps:0 failed first (exit code 3); all tasks have ended"
     (line,) = (line for line in job.lines if line.startswith("[ps:0] {"))
     assert line.endswith("--epochs=5 a b") and "-0:2222" not in line and str(tmp_path) not in line
 
