@@ -40,7 +40,12 @@ def train(strategy, steps):
     model.fit(data, epochs=10**6, steps_per_epoch=steps, verbose=0, callbacks=[Show()])
     print("trained", flush=True)
 """
-ON_SERVERS = "train(tfdist.ParameterServerStrategy(), 200)"
+# Each step fetches its logs, so that the lost worker has some that are to be freed.
+ON_SERVERS = """
+from tfdist.engines import step_queue
+step_queue.LOG_INTERVAL_SECS = 0
+train(tfdist.ParameterServerStrategy(), 200)
+"""
 ALL_REDUCE = """
 if os.environ["TFDIST_ATTEMPT"] != "0":
     print("again", flush=True)

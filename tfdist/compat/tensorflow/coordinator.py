@@ -231,8 +231,21 @@ def connect(cluster_spec: tf.train.ClusterSpec) -> None:
         cluster_spec, job_name=CHIEF_JOB, protocol="grpc", cluster_device_filters=filters
     )
     context.set_server_def_retries(_CONNECT_RETRIES)
+    own = context.context()
+    own.update_server_def = functools.partial(_update_alone, type(own).update_server_def, own)
     # Begins the runtime.
     tf.config.list_logical_devices()
+
+
+def _update_alone(update: Callable[..., None], own: Any, *args: Any) -> None:
+    """Updates the context's tasks once its executor has nothing under way.
+
+    TensorFlow would wait with the lock of all kernels, such as 20 s for a vanished host to free results of a step. Each
+    operation of the chief would stand still meanwhile, with Python's lock.
+    """
+    with contextlib.suppress(tf.errors.OpError):
+        own.executor.wait()
+    update(own, *args)
 
 
 def disconnect() -> None:
