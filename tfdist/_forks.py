@@ -28,8 +28,8 @@ _plain_exit, _has_exit_failed = sys.exit, False
 def at_exit(function: Callable[..., Any], *args: Any) -> None:
     """`atexit.register`, for this process and for no fork of it; the function may ask `has_failed`."""
     global _has_exit_failed
-    # A program that registers another handler goes on.
-    sys.exit, _has_exit_failed = _exit, False
+    # A program that registers another handler goes on, unless it does so on the way out.
+    sys.exit, _has_exit_failed = _exit, _has_exit_failed and isinstance(sys.exception(), SystemExit)
     _at_exit.append(function)
     atexit.register(function, *args)
 

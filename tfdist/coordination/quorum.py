@@ -243,8 +243,9 @@ class QuorumServer:
             return
         if worker is not None:
             self._lost.add(worker)
-            # Not logged, because workers leave one after the other at the end of the program. A worker that waits for
-            # an update raises an error.
+            # Workers leave one after the other at the end of the program. One that waits for an update raises an error.
+            if peer.reason:
+                self._say(f"the quorum server closed the connection of {self._names[worker]}, which {peer.reason}")
             self._broadcast(self._losses())
             return
         self._num_refused += 1

@@ -252,13 +252,15 @@ class QuorumEngine(Engine):
             self._client.report(Act.ENDED, of.number, current.step)
             return
         end = self._clock()
+        secs = end - start
+        # By the machine's time, which may be set.
+        input_secs = max(0.0, min(input_secs, secs))
         with self._changed:
             # At most one for each update.
             self._computed.append((current.step, start, end, input_secs))
         # Before the report: Keras' step reads it as soon as it is accepted.
         current.contribution = contribution
-        secs = end - start
-        self._client.report(Act.ARRIVED, of.number, current.step, examples, secs, min(input_secs, secs))
+        self._client.report(Act.ARRIVED, of.number, current.step, examples, secs, input_secs)
 
 
 def _given(current: _Round) -> list[tf.Tensor]:

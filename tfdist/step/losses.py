@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import threading
 import weakref
@@ -53,12 +54,14 @@ def _lack(found: Any, *given: Any) -> str:
 
 EXAMPLES = 4
 _MOST_NUMBERS = 2**24
+# Of an axis that padding makes as long as the longest example.
+_UNKNOWN_SIZE = 32
 # Operations whose effects would be seen, and that may give other values the next time.
 EFFECTS = re.compile(
     "Assign(Add|Sub)?$|.*PyFunc|Print|Write|Save|Lookup.*(Insert|Remove|Import)|Queue|StackP|.*Iterator.*GetNext"
 )
-# Of these, what can't be undone and changes what comes after.
-_LASTING = re.compile("Lookup.*(Insert|Remove|Import)|Queue|StackP|.*Iterator.*GetNext")
+# Of these, what can't be undone.
+_LASTING = re.compile(".*PyFunc|Write|Save|Lookup.*(Insert|Remove|Import)|Queue|StackP|.*Iterator.*GetNext")
 
 
 def joined(*batches: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -72,10 +75,9 @@ def made_up(leaves: Sequence[Any], count: int, seed: int) -> list[np.ndarray] | 
     for leaf in leaves:
         if not isinstance(leaf, tf.Tensor | tf.TensorSpec) or not leaf.shape.rank:
             return None
-        numbers = leaf.shape[1:].num_elements() if leaf.dtype.is_floating or leaf.dtype.is_integer else None
-        if numbers is None or count * numbers > _MOST_NUMBERS:
+        shape = [count, *(_UNKNOWN_SIZE if size is None else size for size in leaf.shape[1:])]
+        if not (leaf.dtype.is_floating or leaf.dtype.is_integer) or math.prod(shape) > _MOST_NUMBERS:
             return None
-        shape = count, *leaf.shape[1:]
         values = random.integers(0, 2, shape) if leaf.dtype.is_integer else random.uniform(size=shape)
         made.append(values.astype(leaf.dtype.as_numpy_dtype))
     return made
@@ -280,16 +282,16 @@ def _say_unknown(owner: Any) -> None:
     if owner not in _noticed:
         _noticed.add(owner)
         _log.say(
-            f"{getattr(owner, 'name', None) or type(owner).__name__!r} reads an iterator, or fills a table, so whether "
-            "its number is a mean or a sum over the examples can't be tried: it counts as a mean; return a number for "
-            "each example"
+            f"{getattr(owner, 'name', None) or type(owner).__name__!r} calls Python, or changes what is not its own, "
+            "such as an iterator, so whether its number is a mean or a sum over the examples can't be tried: it counts "
+            "as a mean; return a number for each example"
         )
 
 
 def _kind_of_number(call: Callable[..., Any], *given: Any) -> str:
     """Returns "mean", "sum" or "other", by made-up examples; "mean" if they don't suit the function.
 
-    It is "unknown" of a function that reads an iterator, or fills a table: a trial would be seen.
+    It is "unknown" of a function whose trial would be seen, such as one that reads an iterator.
     """
     first, second = (made_up(given, EXAMPLES, seed) for seed in range(2))
     if first is None or second is None:
@@ -299,18 +301,32 @@ def _kind_of_number(call: Callable[..., Any], *given: Any) -> str:
             traced = tf.function(call, autograph=False).get_concrete_function(*map(tf.constant, first))
             if any(map(_LASTING.match, graphs.types_in(traced.graph))):
                 return "unknown"
-            before = [(variable, variable.read_value()) for variable in traced.graph.variables]
-            value = lambda *batches: float(call(*map(tf.constant, joined(*batches))))  # noqa: E731
-            try:
-                one, other, twice, both = value(first), value(second), value(first, first), value(first, second)
-            finally:
-                for variable, kept in before:
-                    variable.assign(kept)
+            written = graphs.written_in(traced.graph)
+
+            def value(*batches: list[np.ndarray]) -> float:
+                with restored(written):
+                    return float(call(*map(tf.constant, joined(*batches))))
+
+            one, other, twice, both = value(first), value(second), value(first, first), value(first, second)
     except Exception:
         return "mean"
     if not np.isfinite(both) or (np.isclose(both, (one + other) / 2, rtol=1e-3) and np.isclose(twice, one, rtol=1e-3)):
         return "mean"
-    return "sum" if np.isclose(both, one + other, rtol=1e-3) else "other"
+    if np.isclose(both, one + other, rtol=1e-3):
+        return "sum"
+    # It would be called with the replica's examples and with all: what it writes would count twice.
+    return "mean" if written else "other"
+
+
+@contextlib.contextmanager
+def restored(written: Sequence[tf.Variable]) -> Iterator[None]:
+    """Gives variables the values of before again at the end of this block; outside of graphs."""
+    before = [each.read_value() for each in written]
+    try:
+        yield
+    finally:
+        for variable, value in zip(written, before, strict=True):
+            variable.assign(value)
 
 
 def _scaling(scale_loss: Callable[[Any], Any], share: Callable[[], Any], weighs_loss: bool) -> Callable[[Any], Any]:

@@ -23,7 +23,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import _log
-from tfdist.compat import patching
 from tfdist.compat.keras import models
 from tfdist.compat.keras.optimizers import optimizers_of, patched_attributes
 from tfdist.compat.tensorflow import graphs
@@ -34,11 +33,9 @@ from tfdist.step.step import Step
 # Of a step that draws random numbers.
 _DRAWS = 4
 _RANDOM = re.compile("(Stateless)?(Parameterized)?(Random|Truncated|Multinomial)")
-_READING = re.compile("ReadVariableOp|ResourceGather|VariableShape")
 # Random layers, and penalties of weights, move the ratio away from 1 and 2.
 _MOST_OF_A_MEAN, _FROM_A_SUM = 1.3, 0.1
-# Attribute of a model: by kind of step, what was tried, and the answer.
-_ANSWERS = "_tfdist_sums_in_steps"
+_ANSWERS = "sums in steps"
 
 
 def sums_in(strategy: Any, step: Step, batch: Any, num_replicas: int) -> losses.Sums:
@@ -62,17 +59,19 @@ def sums_in(strategy: Any, step: Step, batch: Any, num_replicas: int) -> losses.
     may_differ = step.is_bound and model.built and (not step.is_of_keras or any(overridden))
     if num_replicas == 1 or not may_differ:
         return losses.NO_SUMS
-    known: dict[str, tuple[Any, losses.Sums]] = patching.setdefault(model, _ANSWERS, dict)
-    tried = (getattr(step.function, "__func__", None), getattr(model, "loss", None), getattr(model, "optimizer", None))
-    if step.kind not in known or any(a is not b for a, b in zip(known[step.kind][0], tried, strict=True)):
-        known[step.kind] = tried, _tried(strategy, step, batch)
-    return known[step.kind][1]
+    known, tried = models.kept_until_compiled(model), (_ANSWERS, getattr(step.function, "__func__", None))
+    if tried not in known:
+        first, second = (losses.made_up(tf.nest.flatten(batch), losses.EXAMPLES, seed) for seed in range(2))
+        if first is None or second is None:
+            # Other data may tell.
+            return losses.NO_SUMS
+        known[tried] = _tried(strategy, step, batch, first, second)
+    return known[tried]
 
 
-def _tried(strategy: Any, step: Step, batch: Any) -> losses.Sums:
-    first, second = (losses.made_up(tf.nest.flatten(batch), losses.EXAMPLES, seed) for seed in range(2))
-    if first is None or second is None:
-        return losses.NO_SUMS
+def _tried(
+    strategy: Any, step: Step, batch: Any, first: Sequence[np.ndarray], second: Sequence[np.ndarray]
+) -> losses.Sums:
     assigned, ratios = list[Any](), dict[tuple[str, int], float]()
     try:
         # Variables of the trace may not be those of a graph that is being traced.
@@ -178,25 +177,15 @@ class _Trial:
         self.is_random = any(map(_RANDOM.match, types))
         if any(map(losses.EFFECTS.match, types)):
             raise _SeenError(step.name)
-        graph: Any = self._computed.graph
-        variables = {id(getattr(each, "handle", None)): each for each in graph.variables}
-        # Of the user's own, or written past Keras: all but those that are only read.
-        self._written = [
-            variables[id(outside)]
-            for outside, inside in graph.captures
-            if id(outside) in variables and not all(_READING.match(each.type) for each in inside.consumers())
-        ]
+        # Of the user's own, or written past Keras.
+        self._written = graphs.written_in(self._computed.graph)
         self.assigned += self._written
 
     def __call__(self, flat: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Returns the values of `names`, and the new ones of `assigned`; undoes writes."""
-        before = [each.read_value() for each in self._written]
-        try:
+        with losses.restored(self._written):
             found = [each.numpy() for each in self._computed(*map(tf.constant, flat))]
             states = found[len(self.names) :] + [each.numpy() for each in self._written]
-        finally:
-            for variable, value in zip(self._written, before, strict=True):
-                variable.assign(value)
         return np.array(found[: len(self.names)], np.float64), states
 
     def _results(self, *given: tf.Tensor) -> list[tf.Tensor]:

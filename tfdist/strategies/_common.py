@@ -265,6 +265,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         if not tf.executing_eagerly():
             rehearsal.before(self, step.function, *part_of_replica(self, (list(args), dict(kwargs or {})), 0))
         if step.kind == "predict" and len(args) == 1 and not kwargs:
+            if (model := step.model_in_use) is not None:
+                model_parallel.check_placement(self, model)
             run = lambda function, data: self._run_stock(function, (data,), options=options)  # noqa: E731
             return run_prediction(self, run, step.function, args[0])
         with self.distribution.transforms.refused(step.function, args, kwargs):

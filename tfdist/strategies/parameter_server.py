@@ -390,8 +390,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def _check_step(self, step: Step) -> None:
         scope_checks.check_scope(self, step)
-        if step.kind != "other":
-            model_parallel.check_placement(self, step.model_in_use)
+        if step.kind != "other" and (model := step.model_in_use) is not None:
+            model_parallel.check_placement(self, model)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
             check_for_workers(step, asynchronous=self._training is self._engine)
 

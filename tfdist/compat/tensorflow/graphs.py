@@ -236,6 +236,19 @@ def _is_own(file: str) -> bool:
     return not any(part in file for part in _FOREIGN)
 
 
+_READING = re.compile("ReadVariableOp|ResourceGather|VariableShape")
+
+
+def written_in(graph: Any) -> list[tf.Variable]:
+    """Returns the variables from outside of a function's graph that it may write: all but those that are only read."""
+    variables = {id(getattr(each, "handle", None)): each for each in graph.variables}
+    return [
+        variables[id(outside)]
+        for outside, inside in graph.captures
+        if id(outside) in variables and not all(_READING.match(each.type) for each in inside.consumers())
+    ]
+
+
 def types_in(*graphs: tf.Graph) -> set[str]:
     """Returns the types of the operations in graphs and in the functions that they call."""
     described = [graph.as_graph_def() for graph in graphs]
