@@ -55,18 +55,26 @@ def setdefault(target: Any, name: str, make: Callable[[], Any]) -> Any:
     return found
 
 
-def once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replaces `owner.name` by `wrap(owner.name)`, unless this `wrap` has replaced it before.
+def once(
+    owner: Any, name: str, function: Callable[..., Any], *given: Any, decorate: Callable[[Any], Any] = lambda call: call
+) -> None:
+    """Makes `owner.name` call `function(owner.name, *given, ...)`, unless this `function` has replaced it before.
 
     Args:
       owner: a module or a class.
       name: of a function or a method of it.
-      wrap: given the original, returns what takes its place, with the original's name and signature.
+      function: called with the original, and the arguments of the call behind `given`.
+      given: arguments.
+      decorate: changes what takes the place of the original, with the original's name and signature.
     """
-    original, mark = getattr(owner, name), f"_tfdist_{wrap.__module__}.{wrap.__qualname__}"
+    original, mark = getattr(owner, name), f"_tfdist_{function.__module__}.{function.__qualname__}"
     if not hasattr(original, mark):
-        # `wraps` takes over the marks of earlier wrappers of the original.
-        replacement = functools.wraps(original)(wrap(original))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *given, *args, **kwargs)
+
+        # `wraps` takes over the marks of earlier replacements of the original.
+        replacement = functools.wraps(original)(decorate(call))
         setattr(replacement, mark, True)
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(replacement) if is_static else replacement)

@@ -217,7 +217,12 @@ def begin_with_epoch(model: keras.Model, epoch: int | None) -> None:
 def follow() -> None:
     """From now on calls are known, also of models of no strategy: for callbacks that ask for theirs."""
     for kind in _KINDS:
-        patching.once(TRAINER, kind, _opening(kind))
+        # A program may have put a function of its own in the method's place, of any name and signature.
+        ours = (vars(base).get(kind) for base in keras.Model.__mro__)
+        stock = next(each for each in ours if getattr(each, "__module__", "").startswith("keras."))
+        _, *names = inspect.signature(stock).parameters
+        # Keras' own function shortens what is raised within it; outside of it, this one is.
+        patching.once(TRAINER, kind, _opening, kind, names, decorate=traceback_utils.filter_traceback)
     patching.once(TFEpochIterator, "__init__", _joining_epochs)
     patching.once(keras.callbacks.CallbackList, "__init__", _joining_callbacks)
 
@@ -251,44 +256,32 @@ def _note_making(layer: keras.Layer) -> None:
         _made_in_default.add(layer)
 
 
-def _opening(kind: str) -> Callable[[Any], Any]:
-    # A program may have put a function of its own in the method's place, of any name and signature.
-    ours = (vars(base).get(kind) for base in keras.Model.__mro__)
-    stock = next(each for each in ours if getattr(each, "__module__", "").startswith("keras."))
-    _, *names = inspect.signature(stock).parameters
-
-    def opening(original: Any) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            arguments = dict(zip(names, args, strict=False))
-            if len(args) > len(names) or arguments.keys() & kwargs.keys():
-                return original(self, *args, **kwargs)  # Python refuses them.
-            call = Call(self, kind, {**arguments, **kwargs})
-            if kind == "fit":
-                _add_callbacks(call)
-                call.callbacks = call.arguments.get("callbacks")
-            _listeners.call(call)
-            _begin(call)
-            try:
-                # By position and by name as they came.
-                given = {**call.arguments}
-                first = [given.pop(name) for name in names[: len(args)]]
-                with call.around:
-                    result = original(self, *first, **given)
-                return result if call.change is None else call.change(result)
-            except BaseException as error:
-                raised = _explained(self.distribute_strategy, error)
-                for end in call.ends:
-                    end(raised)
-                if raised is not error:
-                    raise raised from None
-                raise
-            finally:
-                _end(call)
-
-        # Keras' own function shortens what is raised within it; outside of it, this one is.
-        return traceback_utils.filter_traceback(method)
-
-    return opening
+def _opening(original: Any, kind: str, names: Sequence[str], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    arguments = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or arguments.keys() & kwargs.keys():
+        return original(self, *args, **kwargs)  # Python refuses them.
+    call = Call(self, kind, {**arguments, **kwargs})
+    if kind == "fit":
+        _add_callbacks(call)
+        call.callbacks = call.arguments.get("callbacks")
+    _listeners.call(call)
+    _begin(call)
+    try:
+        # By position and by name as they came.
+        given = {**call.arguments}
+        first = [given.pop(name) for name in names[: len(args)]]
+        with call.around:
+            result = original(self, *first, **given)
+        return result if call.change is None else call.change(result)
+    except BaseException as error:
+        raised = _explained(self.distribute_strategy, error)
+        for end in call.ends:
+            end(raised)
+        if raised is not error:
+            raise raised from None
+        raise
+    finally:
+        _end(call)
 
 
 def _begin(call: Call) -> None:
@@ -350,21 +343,18 @@ def _explained(strategy: Any, error: BaseException) -> BaseException:
     return raised
 
 
-def _joining_epochs(original: Any) -> Any:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        call, outer = current(), _thread.making
-        # `fit` makes that of its validation, too.
-        if call is not None and call.epochs is None:
-            call.epochs = self
-        if call is None:
-            _thread.outside = weakref.ref(self)
-        _thread.making = self
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            _thread.making = outer
-
-    return init
+def _joining_epochs(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> None:
+    call, outer = current(), _thread.making
+    # `fit` makes that of its validation, too.
+    if call is not None and call.epochs is None:
+        call.epochs = self
+    if call is None:
+        _thread.outside = weakref.ref(self)
+    _thread.making = self
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        _thread.making = outer
 
 
 # Called with the model, the callbacks, and their parameters, before Keras' list of callbacks is made of these.
@@ -379,22 +369,18 @@ def before_callbacks(prepare: Prepare) -> None:
     follow()
 
 
-def _joining_callbacks(original: Any) -> Any:
+def _joining_callbacks(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> None:
     _, *names = inspect.signature(original).parameters
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        for prepare in _preparing:
-            prepare(given.get("model"), keras.tree.flatten(given.get("callbacks") or []), kwargs)
-        original(self, *args, **kwargs)
-        call = current()
-        is_list = call is not None and isinstance(call.callbacks, keras.callbacks.CallbackList)
-        if call is not None and not is_list and getattr(self, "model", None) is call.model:
-            call.callbacks = self
-        if call is None and given.get("add_history"):
-            _open_late(self, given.get("model"))
-
-    return init
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for prepare in _preparing:
+        prepare(given.get("model"), keras.tree.flatten(given.get("callbacks") or []), kwargs)
+    original(self, *args, **kwargs)
+    call = current()
+    is_list = call is not None and isinstance(call.callbacks, keras.callbacks.CallbackList)
+    if call is not None and not is_list and getattr(self, "model", None) is call.model:
+        call.callbacks = self
+    if call is None and given.get("add_history"):
+        _open_late(self, given.get("model"))
 
 
 def _open_late(callbacks: Any, model: Any) -> None:

@@ -23,22 +23,14 @@ def ask_strategies(*kinds: str) -> None:
     makes an execution: of an iterator, whose logs it returns, or for "predict" of a list of batches.
     """
     for kind in kinds:
-        patching.once(calls.TRAINER, f"make_{kind}_function", _asking(kind))
+        patching.once(calls.TRAINER, f"make_{kind}_function", _making, f"{kind}_function", kind)
 
 
-def _asking(kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    name = f"{kind}_function"
-
-    # A program may have put a function of its own in the method's place, of any name and signature.
-    def asking(original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before = getattr(self, name)
-            made = original(self, *args, **kwargs)
-            function_of, function = getattr(self.distribute_strategy, "function_of", None), getattr(self, name)
-            if function_of is not None and function is not None and function is not before:
-                setattr(self, name, function_of(self, kind, function))
-            return made
-
-        return make
-
-    return asking
+# A program may have put a function of its own in the method's place, of any name and signature.
+def _making(original: Callable[..., Any], name: str, kind: str, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    before = getattr(self, name)
+    made = original(self, *args, **kwargs)
+    function_of, function = getattr(self.distribute_strategy, "function_of", None), getattr(self, name)
+    if function_of is not None and function is not None and function is not before:
+        setattr(self, name, function_of(self, kind, function))
+    return made

@@ -55,15 +55,12 @@ def _within(method: Callable[..., Any], make: Callable[[], contextlib.AbstractCo
     return within
 
 
-def _making(original: Any) -> Any:
+def _making(original: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     # Keras looks at the signature of `__init__`, not at that of this.
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        layer = original(cls, *args, **kwargs)
-        for note in _made:
-            note(layer)
-        return layer
-
-    return new
+    layer = original(cls, *args, **kwargs)
+    for note in _made:
+        note(layer)
+    return layer
 
 
 def of_thread(name: str) -> Any:

@@ -350,15 +350,10 @@ def weighed_numbers(mean: Any, weight: Callable[[bool], Any]) -> tuple[Any, str,
     return mean, _WEIGHT, weight
 
 
-def _weighing_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        weight = patching.get(self, _WEIGHT)
-        update = functools.partial(plain, self)
-        return (
-            update(values, sample_weight) if weight is None else update_weighing(update, weight, values, sample_weight)
-        )
-
-    return update_state
+def _weighing_numbers(plain: Any, self: Any, values: Any, sample_weight: Any = None) -> Any:
+    weight = patching.get(self, _WEIGHT)
+    update = functools.partial(plain, self)
+    return update(values, sample_weight) if weight is None else update_weighing(update, weight, values, sample_weight)
 
 
 def update_weighing(

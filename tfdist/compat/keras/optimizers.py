@@ -467,10 +467,7 @@ def allow_cross_replica_updates() -> None:
     patching.once(tf.__internal__.distribute.interim, "maybe_merge_call", _merging)
 
 
-def _merging(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def maybe_merge_call(fn: Callable[..., Any], strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tf.distribute.in_cross_replica_context():
-            return plain(fn, strategy, *args, **kwargs)
-        return fn(strategy, *args, **kwargs)
-
-    return maybe_merge_call
+def _merging(plain: Any, fn: Callable[..., Any], strategy: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not tf.distribute.in_cross_replica_context():
+        return plain(fn, strategy, *args, **kwargs)
+    return fn(strategy, *args, **kwargs)

@@ -174,18 +174,15 @@ def _placed_scope(part: int) -> Iterator[None]:
         yield
 
 
-def _calling(original: Any) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        part = _part_of.get(self)
-        if part is None:
-            return original(self, *args, **kwargs)
-        if device := _device(part):
-            # The gradient of an operation is computed on the device of its inputs.
-            args, kwargs = tf.nest.map_structure(lambda leaf: _moved(leaf, device), (args, kwargs))
-        with _placed_scope(part):
-            return original(self, *args, **kwargs)
-
-    return call
+def _calling(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    part = _part_of.get(self)
+    if part is None:
+        return original(self, *args, **kwargs)
+    if device := _device(part):
+        # The gradient of an operation is computed on the device of its inputs.
+        args, kwargs = tf.nest.map_structure(lambda leaf: _moved(leaf, device), (args, kwargs))
+    with _placed_scope(part):
+        return original(self, *args, **kwargs)
 
 
 def _moved(leaf: Any, device: str) -> Any:
@@ -211,14 +208,11 @@ def place_gradients() -> None:
     pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
 
 
-def _placing(original: Any) -> Any:
-    def gradient(
-        op_name: str, attributes: Any, num_inputs: int, inputs: Any, outputs: Any, out_grads: Any, *rest: Any
-    ) -> Any:
-        with replicas.on_device(_device_of_gradient([*(outputs or ()), *(inputs or ()), *(out_grads or ())])):
-            return original(op_name, attributes, num_inputs, inputs, outputs, out_grads, *rest)
-
-    return gradient
+def _placing(
+    original: Any, op_name: str, attributes: Any, num_inputs: int, inputs: Any, outputs: Any, out_grads: Any, *rest: Any
+) -> Any:
+    with replicas.on_device(_device_of_gradient([*(outputs or ()), *(inputs or ()), *(out_grads or ())])):
+        return original(op_name, attributes, num_inputs, inputs, outputs, out_grads, *rest)
 
 
 def _device_of_gradient(tensors: Iterable[Any]) -> str | None:

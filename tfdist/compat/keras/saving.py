@@ -117,27 +117,21 @@ def announced_save(strategy: Any, path: str) -> Iterator[None]:
 
 def _wrap_writers() -> None:
     for owner, name, call in _WRITERS:
-        patching.once(owner, name, _wrap_writer(call))
+        patching.once(owner, name, _saving, call)
 
 
-def _wrap_writer(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            def write(path: Any) -> Any:
-                return original(model, path, *args, **kwargs)
+def _saving(original: Any, call: str, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def write(path: Any) -> Any:
+        return original(model, path, *args, **kwargs)
 
-            if not isinstance(filepath, str | os.PathLike):
-                return write(filepath)
-            agreement, path = _agreement(model), os.fspath(filepath)
-            with announced_save(getattr(model, "distribute_strategy", None), path):
-                if agreement is None:
-                    return write(filepath)
-                with agreement.calling(call):
-                    return _save_together(agreement, model, path, write)
-
-        return save
-
-    return wrap
+    if not isinstance(filepath, str | os.PathLike):
+        return write(filepath)
+    agreement, path = _agreement(model), os.fspath(filepath)
+    with announced_save(getattr(model, "distribute_strategy", None), path):
+        if agreement is None:
+            return write(filepath)
+        with agreement.calling(call):
+            return _save_together(agreement, model, path, write)
 
 
 def _save_together(agreement: Any, model: Any, path: str, save: Callable[[str], Any]) -> None:
@@ -353,25 +347,20 @@ WAIT_SECS = 10.0
 
 def wait_for_files(task: str) -> None:
     """Makes this process, the worker of this name, wait for the files that it loads."""
-
-    def waiting(is_there: Callable[[str], bool], index: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Returns a wrapper of functions that take the path as their argument number `index`, or by name."""
-
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def load(*args: Any, **kwargs: Any) -> Any:
-                path = args[index] if len(args) > index else kwargs.get("filepath", kwargs.get("export_dir"))
-                if isinstance(path, str | os.PathLike) and not _is_remote(os.fspath(path)):
-                    _wait_for(os.fspath(path), is_there, task)
-                return original(*args, **kwargs)
-
-            return load
-
-        return wrap
-
     for module in (keras.saving, keras.models):
-        patching.once(module, "load_model", waiting(os.path.exists))
-    patching.once(tf.saved_model, "load", waiting(tf.saved_model.contains_saved_model))
-    patching.once(keras.Model, "load_weights", waiting(os.path.exists, 1))
+        patching.once(module, "load_model", _loading, os.path.exists, 0, task)
+    patching.once(tf.saved_model, "load", _loading, tf.saved_model.contains_saved_model, 0, task)
+    patching.once(keras.Model, "load_weights", _loading, os.path.exists, 1, task)
+
+
+def _loading(
+    original: Any, is_there: Callable[[str], bool], index: int, task: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Waits for the file whose path is the argument number `index`, or has a name."""
+    path = args[index] if len(args) > index else kwargs.get("filepath", kwargs.get("export_dir"))
+    if isinstance(path, str | os.PathLike) and not _is_remote(os.fspath(path)):
+        _wait_for(os.fspath(path), is_there, task)
+    return original(*args, **kwargs)
 
 
 def _wait_for(path: str, is_there: Callable[[str], bool], task: str) -> None:
@@ -397,13 +386,10 @@ def clear_tasks() -> None:
     patching.once(save, "_build_meta_graph", _clearing)
 
 
-def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def build(*args: Any, **kwargs: Any) -> Any:
-        built = original(*args, **kwargs)
-        clear_tasks_of(built[0])
-        return built
-
-    return build
+def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
+    built = original(*args, **kwargs)
+    clear_tasks_of(built[0])
+    return built
 
 
 def clear_tasks_of(meta_graph: Any) -> None:
@@ -454,33 +440,28 @@ def share_checkpoints(task: str) -> None:
     Args:
       task: name of this worker, such as "worker:1".
     """
+    patching.once(checkpoint.TrackableSaver, "save", _saving_checkpoint, task)
+    patching.once(checkpoint.TrackableSaver, "restore", _restoring_checkpoint)
 
-    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(saver: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
-            if not tf.executing_eagerly() or not isinstance(file_prefix, str | os.PathLike):
-                return original(saver, file_prefix, *args, **kwargs)
-            prefix = os.fspath(file_prefix)
-            staged = f"{prefix}.of-{task.replace(':', '-')}"
-            written = original(saver, staged, *args, **kwargs)
-            written = written.numpy().decode() if isinstance(written, tf.Tensor) else os.fspath(written)
-            # A number may have been added.
-            target = prefix + written[len(staged) :]
-            with locked(target, fcntl.LOCK_EX):
-                publish_checkpoint(written, target)
-            return tf.constant(target)
 
-        return save
+def _saving_checkpoint(original: Any, task: str, saver: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
+    if not tf.executing_eagerly() or not isinstance(file_prefix, str | os.PathLike):
+        return original(saver, file_prefix, *args, **kwargs)
+    prefix = os.fspath(file_prefix)
+    staged = f"{prefix}.of-{task.replace(':', '-')}"
+    written = original(saver, staged, *args, **kwargs)
+    written = written.numpy().decode() if isinstance(written, tf.Tensor) else os.fspath(written)
+    # A number may have been added.
+    target = prefix + written[len(staged) :]
+    with locked(target, fcntl.LOCK_EX):
+        publish_checkpoint(written, target)
+    return tf.constant(target)
 
-    def restoring(original: Callable[..., Any]) -> Callable[..., Any]:
-        def restore(saver: Any, save_path: Any, *args: Any, **kwargs: Any) -> Any:
-            is_path = isinstance(save_path, str | os.PathLike)
-            with locked(os.fspath(save_path), fcntl.LOCK_SH) if is_path else contextlib.nullcontext():
-                return original(saver, save_path, *args, **kwargs)
 
-        return restore
-
-    patching.once(checkpoint.TrackableSaver, "save", saving)
-    patching.once(checkpoint.TrackableSaver, "restore", restoring)
+def _restoring_checkpoint(original: Any, saver: Any, save_path: Any, *args: Any, **kwargs: Any) -> Any:
+    is_path = isinstance(save_path, str | os.PathLike)
+    with locked(os.fspath(save_path), fcntl.LOCK_SH) if is_path else contextlib.nullcontext():
+        return original(saver, save_path, *args, **kwargs)
 
 
 def publish_checkpoint(written: str, target: str) -> None:
@@ -533,20 +514,17 @@ def wait_for_variables() -> None:
     patching.once(checkpoint_restore.CheckpointPosition, "_single_restore", _restoring)
 
 
-def _restoring(original: Any) -> Any:
-    def single_restore(self: Any) -> Any:
-        variable = self.trackable
-        if not isinstance(variable, keras.Variable) or variables.tf_variable(variable) is not None:
-            return original(self)
-        waiting = patching.get(variable, _WAITING)
-        if waiting is None:
-            patching.put(variable, _WAITING, waiting := [])
-            layers.around_deferred(variable, contextlib.nullcontext, functools.partial(_restore_waiting, variable))
-        waiting.append(self)
-        # Restore operations, tensors, Python state and registered savers.
-        return (), {}, (), {}
-
-    return single_restore
+def _restoring(original: Any, self: Any) -> Any:
+    variable = self.trackable
+    if not isinstance(variable, keras.Variable) or variables.tf_variable(variable) is not None:
+        return original(self)
+    waiting = patching.get(variable, _WAITING)
+    if waiting is None:
+        patching.put(variable, _WAITING, waiting := [])
+        layers.around_deferred(variable, contextlib.nullcontext, functools.partial(_restore_waiting, variable))
+    waiting.append(self)
+    # Restore operations, tensors, Python state and registered savers.
+    return (), {}, (), {}
 
 
 def _restore_waiting(variable: keras.Variable) -> None:

@@ -149,12 +149,9 @@ def _remember_line(layer: keras.Layer) -> None:
     _lines[layer] = _line()
 
 
-def _remembering(build: Callable[..., Any]) -> Callable[..., Any]:
-    def remembering(self: keras.optimizers.Optimizer, variables: Any) -> None:
-        _lines.setdefault(self, _line())
-        build(self, variables)
-
-    return remembering
+def _remembering(build: Any, self: keras.optimizers.Optimizer, variables: Any) -> None:
+    _lines.setdefault(self, _line())
+    build(self, variables)
 
 
 def _line() -> str:
@@ -257,21 +254,18 @@ def adopt_seed_generators(strategy: tf.distribute.Strategy) -> None:
     patching.once(keras.random.SeedGenerator, "next", _drawing)
 
 
-def _drawing(original: Any) -> Any:
-    def next(self: Any, ordered: bool = True) -> Any:  # noqa: A001, as Keras calls it
-        context: Any = tf.distribute.get_replica_context()
-        # Of a step that each replica makes as a single device.
-        is_alone = getattr(context, "is_of_all", False)
-        strategy = context.replica_of if is_alone else context and context.strategy
-        if strategy is None or not replicas.facts_of(strategy).adopts_seed_generators:
-            return original(self, ordered)
-        move_variable(strategy, self.state)
-        copies = getattr(self.state.value, "values", None) if is_alone else None
-        own = [variables.with_tf_variable(self.state, copies[context.index])] if copies else []
-        with optimizers.patched_attributes(own):
-            return original(self, ordered)
-
-    return next
+def _drawing(original: Any, self: Any, ordered: bool = True) -> Any:
+    context: Any = tf.distribute.get_replica_context()
+    # Of a step that each replica makes as a single device.
+    is_alone = getattr(context, "is_of_all", False)
+    strategy = context.replica_of if is_alone else context and context.strategy
+    if strategy is None or not replicas.facts_of(strategy).adopts_seed_generators:
+        return original(self, ordered)
+    move_variable(strategy, self.state)
+    copies = getattr(self.state.value, "values", None) if is_alone else None
+    own = [variables.with_tf_variable(self.state, copies[context.index])] if copies else []
+    with optimizers.patched_attributes(own):
+        return original(self, ordered)
 
 
 # Lets a loop without `strategy.run` train a model of a strategy, in its scope and outside, as on one device.
@@ -326,35 +320,32 @@ def _is_allowed(strategy: Any) -> bool:
 # optimizer.apply
 
 
-def _applying(original: Any) -> Any:
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        variables = trainable_variables if trainable_variables is None else list(trainable_variables)
-        here = _strategy_of_replica()
-        if here is not None and getattr(_checked, "by", None) is not here:
-            take_over(here, self)
-            # In the context of another strategy its slots, and its count of updates, would be written by all replicas.
-            own = [] if self._distribution_strategy is here else self.variables
-            check_made_in_scope(here, [*(variables or optimizers.trained_by(self)), *own])
-            return original(self, grads, variables)
-        own = getattr(self, "_distribution_strategy", None)
-        # An optimizer that was made outside of the scope updates the variables of a strategy, too.
-        strategy = next(filter(_is_allowed, [own, *map(_strategy_of, variables or ())]), None)
-        if strategy is None or getattr(_checked, "by", None) is strategy:
-            return original(self, grads, variables)
-        check_made_in_scope(strategy, variables or optimizers.trained_by(self))
-        grads = list(grads)
-        _check_gradients(self, strategy, grads)
-        take_over(strategy, self)
-        if self._distribution_strategy is not strategy:
-            return original(self, grads, variables)
-        # In the scope there are no replicas that could apply together.
-        with checked_apply(strategy), optimizers.patched_attributes(optimizers.scaling_alone(self)):
-            if not self.built and variables is not None:
-                with tf.init_scope(), strategy.scope():
-                    self.build(variables)
-            return original(self, grads, variables)
-
-    return apply
+def _applying(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    variables = trainable_variables if trainable_variables is None else list(trainable_variables)
+    here = _strategy_of_replica()
+    if here is not None and getattr(_checked, "by", None) is not here:
+        take_over(here, self)
+        # In the context of another strategy its slots, and its count of updates, would be written by all replicas.
+        own = [] if self._distribution_strategy is here else self.variables
+        check_made_in_scope(here, [*(variables or optimizers.trained_by(self)), *own])
+        return original(self, grads, variables)
+    own = getattr(self, "_distribution_strategy", None)
+    # An optimizer that was made outside of the scope updates the variables of a strategy, too.
+    strategy = next(filter(_is_allowed, [own, *map(_strategy_of, variables or ())]), None)
+    if strategy is None or getattr(_checked, "by", None) is strategy:
+        return original(self, grads, variables)
+    check_made_in_scope(strategy, variables or optimizers.trained_by(self))
+    grads = list(grads)
+    _check_gradients(self, strategy, grads)
+    take_over(strategy, self)
+    if self._distribution_strategy is not strategy:
+        return original(self, grads, variables)
+    # In the scope there are no replicas that could apply together.
+    with checked_apply(strategy), optimizers.patched_attributes(optimizers.scaling_alone(self)):
+        if not self.built and variables is not None:
+            with tf.init_scope(), strategy.scope():
+                self.build(variables)
+        return original(self, grads, variables)
 
 
 @contextlib.contextmanager
@@ -400,33 +391,27 @@ def _check_gradients(optimizer: Any, strategy: Any, grads: Sequence[Any]) -> Non
 # Loss scaling
 
 
-def _scaling(original: Any) -> Any:
-    def scale_loss(self: Any, loss: Any) -> Any:
-        strategy = getattr(self, "_distribution_strategy", None)
-        is_built = self.built or tf.executing_eagerly()
-        if not is_built and _is_allowed(strategy) and _strategy_of_replica() is not strategy:
-            # Keras takes the initial scale, which would be a constant of the graph.
-            raise RuntimeError(
-                "LossScaleOptimizer.scale_loss, called outside of strategy.run, needs the optimizer's variables before "
-                "the tf.function is traced: call optimizer.build(model.trainable_variables) in the strategy's scope. "
-                f"Received: optimizer {self.name!r}, which is not built"
-            )
-        return original(self, loss)
-
-    return scale_loss
+def _scaling(original: Any, self: Any, loss: Any) -> Any:
+    strategy = getattr(self, "_distribution_strategy", None)
+    is_built = self.built or tf.executing_eagerly()
+    if not is_built and _is_allowed(strategy) and _strategy_of_replica() is not strategy:
+        # Keras takes the initial scale, which would be a constant of the graph.
+        raise RuntimeError(
+            "LossScaleOptimizer.scale_loss, called outside of strategy.run, needs the optimizer's variables before "
+            "the tf.function is traced: call optimizer.build(model.trainable_variables) in the strategy's scope. "
+            f"Received: optimizer {self.name!r}, which is not built"
+        )
+    return original(self, loss)
 
 
 # The gradient tape
 
 
-def _handle_or_self(original: Any) -> Any:
-    def handle_or_self(x: Any) -> Any:
-        variable = variables.tf_variable(x) if isinstance(x, keras.Variable) else x
-        # Within `extended.update` there is a replica, though no replica context.
-        is_updated = replicas.is_updating()
-        is_outside = tf.distribute.in_cross_replica_context() and not is_updated
-        if is_outside and _has_copies(variable) and _is_allowed(variables.strategy_of(variable)):
-            return variable._get_on_device_or_primary().handle
-        return original(x)
-
-    return handle_or_self
+def _handle_or_self(original: Any, x: Any) -> Any:
+    variable = variables.tf_variable(x) if isinstance(x, keras.Variable) else x
+    # Within `extended.update` there is a replica, though no replica context.
+    is_updated = replicas.is_updating()
+    is_outside = tf.distribute.in_cross_replica_context() and not is_updated
+    if is_outside and _has_copies(variable) and _is_allowed(variables.strategy_of(variable)):
+        return variable._get_on_device_or_primary().handle
+    return original(x)

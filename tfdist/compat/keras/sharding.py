@@ -164,18 +164,15 @@ def present_initializer() -> ShardInitial | None:
     return _making.get()
 
 
-def _noting(original: Any) -> Any:
-    def initialize(variable: Any, initializer: Any) -> None:
-        before = _making.set(ShardInitial(initializer, variable.shape, variable._dtype, variable.path))
-        try:
-            original(variable, initializer)
-        finally:
-            _making.reset(before)
-        if in_shards(variable) is not None:
-            patching.put_method(variable, "assign", _assign)
-            patching.put_method(variable, "_export_to_saved_model_graph", _export)
-
-    return initialize
+def _noting(original: Any, variable: Any, initializer: Any) -> None:
+    before = _making.set(ShardInitial(initializer, variable.shape, variable._dtype, variable.path))
+    try:
+        original(variable, initializer)
+    finally:
+        _making.reset(before)
+    if in_shards(variable) is not None:
+        patching.put_method(variable, "assign", _assign)
+        patching.put_method(variable, "_export_to_saved_model_graph", _export)
 
 
 def _numbers(name: str, seed: tf.Tensor, first: int, part: tuple[int, ...]) -> tf.Tensor:
@@ -241,15 +238,12 @@ def beside_shards(strategy: Any, first: Any) -> contextlib.AbstractContextManage
     return optimizers.patched_attributes([(strategy.extended, "_variable_count", server)])
 
 
-def _noting_update(original: Any) -> Any:
-    def update(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before, _updating.is_elementwise = _updating.is_elementwise, _is_elementwise(optimizer)
-        try:
-            return original(optimizer, *args, **kwargs)
-        finally:
-            _updating.is_elementwise = before
-
-    return update
+def _noting_update(original: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    before, _updating.is_elementwise = _updating.is_elementwise, _is_elementwise(optimizer)
+    try:
+        return original(optimizer, *args, **kwargs)
+    finally:
+        _updating.is_elementwise = before
 
 
 def _is_elementwise(optimizer: Any) -> bool:
@@ -277,12 +271,9 @@ def _sparse_read(variable: Any) -> Callable[..., Any]:
     return table.sparse_read
 
 
-def _looking_up(original: Any) -> Any:
-    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
-        table = in_shards(x) if axis == 0 else None
-        return original(x, indices, axis) if table is None else _looked_up(table, indices)
-
-    return take
+def _looking_up(original: Any, x: Any, indices: Any, axis: int | None = None) -> Any:
+    table = in_shards(x) if axis == 0 else None
+    return original(x, indices, axis) if table is None else _looked_up(table, indices)
 
 
 def _looked_up(table: Any, indices: Any) -> Any:
@@ -320,21 +311,18 @@ def save_in_shards() -> None:
     patching.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots)
 
 
-def _saving(original: Any) -> Any:
-    def put(store: Any, key: str, value: Any) -> None:
-        rows = in_shards(value)
-        if rows is None or type(store) is not saving_lib.H5IOStore or rows.dtype.as_numpy_dtype not in _PLAIN:
-            return original(store, key, value)
-        # An empty array makes the group of the layer, as Keras does.
-        original(store, key, np.zeros([0], np.float32))
-        del store[key]
-        table = TableRows(rows)
-        stored = store._h5_entry_group.create_dataset(key, shape=table.shape, dtype=table.dtype)
-        for first, last in row_blocks(table.shape, table.dtype.itemsize):
-            stored[first:last] = table[first:last]
-        return None
-
-    return put
+def _saving(original: Any, store: Any, key: str, value: Any) -> None:
+    rows = in_shards(value)
+    if rows is None or type(store) is not saving_lib.H5IOStore or rows.dtype.as_numpy_dtype not in _PLAIN:
+        return original(store, key, value)
+    # An empty array makes the group of the layer, as Keras does.
+    original(store, key, np.zeros([0], np.float32))
+    del store[key]
+    table = TableRows(rows)
+    stored = store._h5_entry_group.create_dataset(key, shape=table.shape, dtype=table.dtype)
+    for first, last in row_blocks(table.shape, table.dtype.itemsize):
+        stored[first:last] = table[first:last]
+    return None
 
 
 _PLAIN = (np.float16, np.float32, np.float64)
@@ -369,20 +357,14 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._stored[rows]
 
 
-def _reading(original: Any) -> Any:
-    def get(store: Any, key: str) -> Any:
-        found = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key) if key in store else None
-        is_large = found is not None and found.ndim == 2 and found.nbytes > BLOCK_BYTES
-        return StoredArray(found) if is_large and "dtype" not in found.attrs else original(store, key)
-
-    return get
+def _reading(original: Any, store: Any, key: str) -> Any:
+    found = saving_lib.safe_get_h5_dataset(store._h5_entry_group, key) if key in store else None
+    is_large = found is not None and found.ndim == 2 and found.nbytes > BLOCK_BYTES
+    return StoredArray(found) if is_large and "dtype" not in found.attrs else original(store, key)
 
 
-def _on_disk(original: Any) -> Any:
-    def is_memory_sufficient(model: Any) -> bool:
-        return all(in_shards(variable) is None for variable in model.variables) and original(model)
-
-    return is_memory_sufficient
+def _on_disk(original: Any, model: Any) -> bool:
+    return all(in_shards(variable) is None for variable in model.variables) and original(model)
 
 
 def _assign(variable: Any, value: Any) -> Any:
@@ -404,16 +386,13 @@ def _export(variable: Any, object_map: Any, tensor_map: Any, options: Any, **kwa
     return resources
 
 
-def _saving_slots(original: Any) -> Any:
-    def save(optimizer: Any, store: Any) -> None:
-        if all(in_shards(variable) is None for variable in optimizer.variables):
-            return original(optimizer, store)
-        # As Keras does, but without an array of each.
-        for index, variable in enumerate(optimizer.variables):
-            store[str(index)] = variable
-        return None
-
-    return save
+def _saving_slots(original: Any, optimizer: Any, store: Any) -> None:
+    if all(in_shards(variable) is None for variable in optimizer.variables):
+        return original(optimizer, store)
+    # As Keras does, but without an array of each.
+    for index, variable in enumerate(optimizer.variables):
+        store[str(index)] = variable
+    return None
 
 
 # Saves and restores a variable in slices, each of which is read from the checkpoint when the one before is written.
@@ -449,22 +428,19 @@ def is_written(tensor: Any) -> bool:
     return tensor.shape == (0,)
 
 
-def _one_by_one(original: Any) -> Any:
-    def restore(file_prefix: Any, shardable_tensors: Any, options: Any = None) -> Any:
-        rows = [each for each in shardable_tensors if isinstance(each._tensor_save_spec, RowsOfShard)]
-        others = [each for each in shardable_tensors if not isinstance(each._tensor_save_spec, RowsOfShard)]
-        found = original(file_prefix, others, options) if others else {}
-        before: list[Any] = []
-        for each in rows:
-            with tf.control_dependencies(before):
-                [(key, slices)] = original(file_prefix, [each], options).items()
-                # `None` where operations run at once.
-                before = [done] if (done := each._tensor_save_spec.write(slices[each.slice_spec])) is not None else []
-            with tf.control_dependencies(before):
-                found.setdefault(key, {})[each.slice_spec] = tf.zeros([0], each.dtype)
-        return found
-
-    return restore
+def _one_by_one(original: Any, file_prefix: Any, shardable_tensors: Any, options: Any = None) -> Any:
+    rows = [each for each in shardable_tensors if isinstance(each._tensor_save_spec, RowsOfShard)]
+    others = [each for each in shardable_tensors if not isinstance(each._tensor_save_spec, RowsOfShard)]
+    found = original(file_prefix, others, options) if others else {}
+    before: list[Any] = []
+    for each in rows:
+        with tf.control_dependencies(before):
+            [(key, slices)] = original(file_prefix, [each], options).items()
+            # `None` where operations run at once.
+            before = [done] if (done := each._tensor_save_spec.write(slices[each.slice_spec])) is not None else []
+        with tf.control_dependencies(before):
+            found.setdefault(key, {})[each.slice_spec] = tf.zeros([0], each.dtype)
+    return found
 
 
 def row_blocks(shape: Sequence[int], item_bytes: int, aligned_bytes: int = 1) -> Iterator[tuple[int, int]]:

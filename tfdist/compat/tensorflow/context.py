@@ -33,6 +33,7 @@ NEEDS = (
     "tensorflow.python.eager.context:Context.set_config_key_value",
     "tensorflow.python.eager.context:context",
     "tensorflow.python.eager.context:global_seed",
+    "tensorflow.python.framework.random_seed:DEFAULT_GRAPH_SEED",
     "tensorflow.python.framework.random_seed:get_seed(op_seed)",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._ordering_token",
 )
@@ -64,15 +65,11 @@ def is_drawn_seed(seed: int | None) -> bool:
     return seed is not None and seed == _drawn_seed
 
 
-def _without_drawn_seed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def get_seed(op_seed: Any) -> Any:
-        current = context.global_seed() if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
-        seeds = original(op_seed)
-        return (without_global_seed, seeds[1]) if op_seed is not None and is_drawn_seed(current) else seeds
-
-    with tf.Graph().as_default():
-        without_global_seed, _ = original(1)
-    return get_seed
+def _without_drawn_seed(original: Callable[[Any], Any], op_seed: Any) -> Any:
+    current = context.global_seed() if tf.executing_eagerly() else tf.compat.v1.get_default_graph().seed
+    seeds = original(op_seed)
+    is_own = op_seed is not None and is_drawn_seed(current)
+    return (random_seed.DEFAULT_GRAPH_SEED, seeds[1]) if is_own else seeds
 
 
 def has_begun() -> bool:

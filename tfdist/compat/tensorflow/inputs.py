@@ -215,11 +215,8 @@ def leave_untuned() -> None:
     patching.once(input_lib.DistributedIterator, "__init__", _reading)
 
 
-def _untuned(made: Callable[..., Any]) -> Callable[..., Any]:
-    def untuned(*args: Any, **kwargs: Any) -> Any:
-        return without_tuning(made(*args, **kwargs))
-
-    return untuned
+def _untuned(made: Any, *args: Any, **kwargs: Any) -> Any:
+    return without_tuning(made(*args, **kwargs))
 
 
 # Changes how the iterators of strategies read, on each iterator: in order, and observed.
@@ -235,17 +232,14 @@ def _untuned(made: Callable[..., Any]) -> Callable[..., Any]:
 # A `tf.function` makes its argument, an iterator, anew. So the constructor is replaced.
 
 
-def _reading(original: Callable[..., None]) -> Callable[..., None]:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for of_worker in self._iterators:
-            for name in ("get_next_as_list", "get_next_as_optional_list"):
-                patching.put_method(of_worker, name, _noted, name, self._strategy)
-            of_devices = of_worker._iterator
-            if isinstance(of_devices, multi_device_iterator_ops.OwnedMultiDeviceIterator):
-                patching.put_method(of_devices, "get_next", _in_order)
-
-    return init
+def _reading(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    for of_worker in self._iterators:
+        for name in ("get_next_as_list", "get_next_as_optional_list"):
+            patching.put_method(of_worker, name, _noted, name, self._strategy)
+        of_devices = of_worker._iterator
+        if isinstance(of_devices, multi_device_iterator_ops.OwnedMultiDeviceIterator):
+            patching.put_method(of_devices, "get_next", _in_order)
 
 
 def _noted(iterator: Any, name: str, strategy: Any, *args: Any, **kwargs: Any) -> Any:
