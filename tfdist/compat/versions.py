@@ -6,6 +6,7 @@ Each module of `tfdist.compat` lists in `NEEDS` the names that it uses below the
     "package.module:name"                   something in a module
     "package.module:Class.attribute"        an attribute; one that objects get is found in the code of the class
     "package.module:function(one, other)"   arguments or local variables of a function
+    "package.module:Class.one, other"       several of a class, or of a module
 
 The lists are read from the source: a module that imports a missing name can't be imported.
 """
@@ -20,6 +21,7 @@ import importlib
 import importlib.metadata
 import inspect
 import pathlib
+import re
 from types import CodeType
 from typing import Any
 
@@ -53,8 +55,16 @@ def all_needs() -> dict[str, tuple[str, ...]]:
     for path in sorted(folder.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NEEDS":
-                found[".".join(path.relative_to(folder).with_suffix("").parts)] = ast.literal_eval(node.value)
+                needs = tuple(need for entry in ast.literal_eval(node.value) for need in _each(entry))
+                found[".".join(path.relative_to(folder).with_suffix("").parts)] = needs
     return found
+
+
+def _each(entry: str) -> list[str]:
+    names = entry.rpartition("(")[0] or entry
+    owner = names[: max(names.rfind(":"), names.rfind(".")) + 1]
+    # Not at the commas between arguments.
+    return [owner + name for name in re.split(r", (?![^(]*\))", entry.removeprefix(owner))]
 
 
 def has(need: str) -> bool:

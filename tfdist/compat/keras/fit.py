@@ -20,15 +20,9 @@ from tfdist.compat import patching
 from tfdist.compat.keras import calls
 
 NEEDS = (
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._distributed_dataset",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._enumerate_iterator",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._get_iterator",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._num_batches",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._steps_seen",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator.data_adapter",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_execution",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator, _distributed_dataset, _enumerate_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._get_iterator, _num_batches, _steps_seen, data_adapter",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch, steps_per_execution",
     "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
     "keras.src.utils.traceback_utils:_EXCLUDED_PATHS",
 )

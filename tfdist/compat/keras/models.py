@@ -22,20 +22,12 @@ from tfdist.compat.tensorflow import graphs
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
     "keras.src.backend:compute_output_spec",
-    "keras.src.trainers.trainer:Trainer._compile_config",
-    "keras.src.trainers.trainer:Trainer._compile_loss",
-    "keras.src.trainers.trainer:Trainer._compile_metrics",
-    "keras.src.trainers.trainer:Trainer._symbolic_build(data_batch)",
-    "keras.src.layers.layer:Layer._flatten_layers",
-    "keras.src.layers.layer:Layer._non_trainable_variables",
+    "keras.src.trainers.trainer:Trainer._compile_config, _compile_loss, _compile_metrics, _symbolic_build(data_batch)",
+    "keras.src.layers.layer:Layer._flatten_layers, _non_trainable_variables, _clear_losses, _loss_ids, _losses",
     "keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn",
     "keras.src.metrics.metric:Metric._metrics",
     "keras.src.trainers.compile_utils:CompileLoss._flat_losses",
-    "keras.src.trainers.compile_utils:CompileMetrics._user_metrics",
-    "keras.src.trainers.compile_utils:CompileMetrics._user_weighted_metrics",
-    "keras.src.layers.layer:Layer._clear_losses",
-    "keras.src.layers.layer:Layer._loss_ids",
-    "keras.src.layers.layer:Layer._losses",
+    "keras.src.trainers.compile_utils:CompileMetrics._user_metrics, _user_weighted_metrics",
 )
 
 

@@ -24,20 +24,13 @@ from tfdist.compat.keras import placement
 from tfdist.compat.tensorflow import graphs, replicas
 
 NEEDS = (
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients",
-    "keras.src.backend.tensorflow.optimizer:TFOptimizer._distributed_tf_update_step",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_update_step",
-    "keras:optimizers.LossScaleOptimizer._common_apply",
-    "keras:optimizers.LossScaleOptimizer._tf_apply",
+    "keras.src.backend.tensorflow.optimizer:TFOptimizer._all_reduce_sum_gradients, _distributed_tf_update_step",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._backend_apply_gradients, _backend_update_step",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._accumulated_gradients, _iterations, _learning_rate",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._model_variables_moving_average, _trainable_variables",
+    "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables_indices, _var_key",
+    "keras:optimizers.LossScaleOptimizer._common_apply, _tf_apply",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._use_merge_call",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._accumulated_gradients",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._iterations",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._learning_rate",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._model_variables_moving_average",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._trainable_variables_indices",
-    "keras.src.optimizers.base_optimizer:BaseOptimizer._var_key",
 )
 
 

@@ -45,18 +45,12 @@ from tfdist.compat.tensorflow import graphs, variables
 
 NEEDS = (
     "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5(model, filepath)",
-    "keras.src.saving.saving_lib:save_model(model, filepath)",
-    "keras.src.saving.saving_lib:save_weights_only(model, filepath)",
-    "keras:callbacks.BackupAndRestore._save_model",
-    "keras:callbacks.BackupAndRestore._weights_path",
-    "keras:callbacks.ModelCheckpoint._get_file_path(epoch, batch, logs)",
-    "keras:callbacks.ModelCheckpoint._save_model(epoch, batch, logs)",
+    "keras.src.saving.saving_lib:save_model(model, filepath), save_weights_only(model, filepath)",
+    "keras:callbacks.BackupAndRestore._save_model, _weights_path",
+    "keras:callbacks.ModelCheckpoint._get_file_path(epoch, batch, logs), _save_model(epoch, batch, logs)",
     "tensorflow.python.saved_model.save:_build_meta_graph(meta_graph_def)",
-    "tensorflow.python.checkpoint.checkpoint:TrackableSaver.restore(save_path)",
-    "tensorflow.python.checkpoint.checkpoint:TrackableSaver.save(file_prefix)",
-    "tensorflow.python.checkpoint.restore:CheckpointPosition._restore_descendants",
-    "tensorflow.python.checkpoint.restore:CheckpointPosition._single_restore(self)",
-    "tensorflow.python.checkpoint.restore:CheckpointPosition.trackable",
+    "tensorflow.python.checkpoint.checkpoint:TrackableSaver.restore(save_path), save(file_prefix)",
+    "tensorflow.python.checkpoint.restore:CheckpointPosition._restore_descendants, _single_restore(self), trackable",
 )
 
 

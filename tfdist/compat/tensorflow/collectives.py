@@ -20,14 +20,12 @@ from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import replicas
 
 NEEDS = (
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher.all_reduce",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._all_gather, all_reduce",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local_devices",
+    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._get_variable_creator_initial_value",
     "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._all_reduce",
     "tensorflow.python.distribute.cross_device_ops:CrossDeviceOps.batch_reduce",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_keys",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._communication_options",
-    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._get_variable_creator_initial_value",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_keys, _communication_options",
 )
 
 

@@ -24,17 +24,11 @@ from tfdist.compat.tensorflow.coordinator import CHIEF_JOB
 from tfdist.compat.tensorflow.variables import ResourceVariable, is_clock_variable
 
 NEEDS = (
-    "tensorflow.python.eager.context:Context.abort_collective_ops",
-    "tensorflow.python.eager.context:Context.configure_coordination_service",
-    "tensorflow.python.eager.context:Context.delete_config_key_value",
-    "tensorflow.python.eager.context:Context.get_config_key_value",
-    "tensorflow.python.eager.context:Context.get_task_states",
-    "tensorflow.python.eager.context:Context.report_error_to_cluster",
-    "tensorflow.python.eager.context:Context.set_config_key_value",
-    "tensorflow.python.eager.context:context",
-    "tensorflow.python.eager.context:global_seed",
-    "tensorflow.python.framework.random_seed:DEFAULT_GRAPH_SEED",
-    "tensorflow.python.framework.random_seed:get_seed(op_seed)",
+    "tensorflow.python.eager.context:Context.abort_collective_ops, configure_coordination_service",
+    "tensorflow.python.eager.context:Context.delete_config_key_value, get_config_key_value, get_task_states",
+    "tensorflow.python.eager.context:Context.report_error_to_cluster, set_config_key_value",
+    "tensorflow.python.eager.context:context, global_seed",
+    "tensorflow.python.framework.random_seed:DEFAULT_GRAPH_SEED, get_seed(op_seed)",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._ordering_token",
 )
 

@@ -20,14 +20,11 @@ from tensorflow.python.ops import control_flow_v2_func_graphs
 from tfdist.compat import patching
 
 NEEDS = (
-    "tensorflow.python.ops.control_flow_v2_func_graphs:WhileBodyFuncGraph",
-    "tensorflow.python.ops.control_flow_v2_func_graphs:WhileCondFuncGraph",
-    "tensorflow.python.framework.ops:Operation._add_control_input",
-    "tensorflow.python.framework.ops:Operation._set_device",
+    "tensorflow.python.ops.control_flow_v2_func_graphs:WhileBodyFuncGraph, WhileCondFuncGraph",
+    "tensorflow.python.framework.ops:Operation._add_control_input, _set_device",
     "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_flat",
     "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
-    "tensorflow.python.autograph.core.config:CONVERSION_RULES",
-    "tensorflow.python.autograph.core.config:DoNotConvert",
+    "tensorflow.python.autograph.core.config:CONVERSION_RULES, DoNotConvert",
 )
 
 

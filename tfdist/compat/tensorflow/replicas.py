@@ -21,20 +21,17 @@ from tfdist.compat.tensorflow import graphs, variables
 
 NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._worker_device",
-    "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._replica_id",
-    "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._get_replica_id_in_sync_group",
-    "tensorflow.python.distribute.distribute_utils:regroup",
-    "tensorflow.python.distribute.values:PerReplicaSpec._value_specs",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._host_cross_device_ops",
+    "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._replica_id",
+    "tensorflow.python.distribute.distribute_lib:get_update_replica_id",
+    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._get_replica_id_in_sync_group, _collective_ops",
+    "tensorflow.python.distribute.distribute_utils:regroup",
+    "tensorflow.python.distribute.values:PerReplicaSpec._value_specs",
     "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._launchers",
     "tensorflow.python.distribute.cross_device_utils:CollectiveKeys.get_instance_key",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._collective_keys",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._device",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._group_key",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._collective_keys, _device, _group_key",
     "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key",
-    "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_ops",
 )
 
 

@@ -33,8 +33,7 @@ NEEDS = (
     "tensorflow.python.ops.script_ops:_py_funcs",
     "tensorflow.core.protobuf.config_pb2:ConfigProto",
     "tensorflow.python.tf2:enable",
-    "tensorflow.python.training.server_lib:ClusterSpec",
-    "tensorflow.python.training.server_lib:Server",
+    "tensorflow.python.training.server_lib:ClusterSpec, Server",
 )
 
 
