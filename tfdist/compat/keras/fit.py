@@ -22,15 +22,9 @@ from tfdist.compat.keras import calls
 NEEDS = (
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator, _distributed_dataset, _enumerate_iterator",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._get_iterator, _num_batches, _steps_seen, data_adapter",
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch, steps_per_execution",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch, steps_per_execution, _interrupted_warning",
     "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
     "keras.src.utils.traceback_utils:_EXCLUDED_PATHS",
-)
-
-
-_INTERRUPTED = (
-    "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at least "
-    "`steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your dataset."
 )
 
 
@@ -164,8 +158,7 @@ def _rest_of_epoch(epochs: Any, step: int, batches: int, begin: Callable[[], Non
     while not length or step < length:
         if length and epochs._num_batches and epochs._steps_seen >= epochs._num_batches:
             if epochs.steps_per_epoch:
-                # As Keras says it.
-                warnings.warn(_INTERRUPTED, stacklevel=2)
+                epochs._interrupted_warning()
             break
         epochs._steps_seen += epochs.steps_per_execution
         yield step, step + epochs.steps_per_execution - 1, iterator
