@@ -22,6 +22,8 @@ import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
 from tensorflow.python.eager import context, executor
 
+from tfdist.compat import patching
+
 NEEDS = (
     "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureAbortedError, ClosureInputError",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_is_worker_failure",
@@ -90,16 +92,12 @@ def before_use(coordinator: tf.distribute.coordinator.ClusterCoordinator, functi
     A closure that resides in a worker's thread would else keep that program's own closures waiting for ever.
     """
     for name in ("schedule", "join", "done"):
-        setattr(coordinator, name, _preceded(function, getattr(type(coordinator), name), coordinator))
+        patching.put_method(coordinator, name, _preceded, function, name)
 
 
-def _preceded(function: Callable[[], None], method: Callable[..., Any], coordinator: Any) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        function()
-        return method(coordinator, *args, **kwargs)
-
-    return call
+def _preceded(coordinator: Any, function: Callable[[], None], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    function()
+    return getattr(type(coordinator), name)(coordinator, *args, **kwargs)
 
 
 def after_each(
