@@ -36,17 +36,18 @@ def enclosing() -> Iterator[Any]:
         graph = getattr(graph, "outer_graph", None)
 
 
-# Tells whether a traced operation is part of a loop, or of a conditional.
+# Tells whether a traced operation is part of a loop, of a conditional, or of a function given to a `tf.data.Dataset`.
 #
 # There is no public way: TensorFlow's public graphs don't say which construct they are the body of.
 
 
-_KINDS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
+_LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
+_DATASET = "Dataset_"
 
 
 def in_loop() -> bool:
     """Returns True while the body or the condition of a `tf.while_loop` is traced."""
-    return any(isinstance(graph, _KINDS) for graph in enclosing())
+    return any(isinstance(graph, _LOOPS) for graph in enclosing())
 
 
 def in_branch_or_loop() -> bool:
@@ -54,24 +55,16 @@ def in_branch_or_loop() -> bool:
     return any(getattr(graph, "is_control_flow_graph", False) for graph in enclosing())
 
 
+def in_dataset_function() -> bool:
+    """Returns True while a function is traced that runs for each element of a data set, such as that of `map`."""
+    return any(getattr(graph, "name", "").startswith(_DATASET) for graph in enclosing())
+
+
 def captured_by(tensor: Any) -> tf.Tensor | None:
     """Returns the tensor of an outer graph that this tensor of a function's graph stands for; None if for none."""
     is_argument = tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder"
     captures = getattr(tensor.graph, "captures", ()) if is_argument else ()
     return next((outer for outer, inner in captures if inner is tensor), None)
-
-
-# Tells whether a traced operation is part of a function given to a `tf.data.Dataset`, such as that of `map`.
-#
-# There is no public way: TensorFlow's public graphs don't say which construct they are the body of.
-
-
-_PREFIX = "Dataset_"
-
-
-def in_dataset_function() -> bool:
-    """Returns True while a function is traced that runs for each element of a data set."""
-    return any(getattr(graph, "name", "").startswith(_PREFIX) for graph in enclosing())
 
 
 # Edits operations of a graph that is being traced: their inputs, their devices and what they wait for.
