@@ -175,9 +175,7 @@ def patched_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None
 
 
 def without_all_reduce(optimizer: Any) -> list[tuple[Any, str, Any]]:
-    """Changes, for `patched_attributes`, by which an optimizer takes gradients as they are, summed or of one
-    replica.
-    """
+    """Changes, for `patched_attributes`, by which an optimizer takes gradients as they are, summed before or not."""
     return [(part, _SUM, list) for part in parts_of(optimizer)]
 
 

@@ -66,8 +66,10 @@ def sum_in_step(strategy: Any, flat: tf.Tensor) -> tf.Tensor:
     size, num_workers = flat.shape.num_elements(), replicas.worker_count(strategy)
     if tf.executing_eagerly() or size is None:
         return sum_of(strategy, flat)
-    launcher, device = _launcher(strategy, flat)
-    with replicas.fixed_keys(strategy), tf.device(device):
+    parts = replicas.parts_of(strategy)
+    part = parts.part_of(flat) if parts else 0
+    launcher, device = launcher_of_parts(strategy, part), strategy.extended.worker_devices[0]
+    with replicas.fixed_keys(strategy), tf.device(parts.groups[0][part] if parts else device):
         if not is_gathered(strategy, flat):
             return launcher.all_reduce(tf.identity(flat))
         gathered = launcher._all_gather(tf.identity(flat), None)
@@ -119,16 +121,6 @@ def gathered_bytes(lengths: tf.Tensor) -> tf.Tensor:
     """Returns how many bytes `gather` carries from each worker to each other one, for messages so long."""
     longest = tf.reduce_max(lengths)
     return 4 + HEAD_BYTES + tf.maximum((longest - HEAD_BYTES + 3) // 4 * 4, 0)
-
-
-def _launcher(strategy: Any, flat: tf.Tensor) -> tuple[Any, str]:
-    """Returns the launcher of the collectives of the part that a tensor is of, and its device."""
-    parts = replicas.parts_of(strategy)
-    if parts is None:
-        (device,) = strategy.extended.worker_devices
-        return launcher_of_parts(strategy, 0), device
-    part = parts.part_of(flat)
-    return launcher_of_parts(strategy, part), parts.groups[0][part]
 
 
 def _padded(message: tf.Tensor, size: Any) -> tf.Tensor:

@@ -339,22 +339,18 @@ def note_traced(strategy: tf.distribute.Strategy, note: Callable[[Any], object])
         launcher._next_instance_key.on_trace = note
 
 
-@contextlib.contextmanager
-def counted_keys(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def counted_keys(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[None]:
     """Within this block, each execution of a collective that is traced has a key of its own: shapes may differ."""
-    with _set_of_keys(strategy, "is_counting"):
-        yield
+    return _set_of_keys(strategy, "is_counting")
 
 
-@contextlib.contextmanager
-def fixed_keys(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def fixed_keys(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[None]:
     """Within this block, all executions of a collective that is traced have one key.
 
     They are of one shape then, and all workers trace the same functions in the same order. A collective ends on a
     worker when the others have taken its message, so the next one of this key finds no old message.
     """
-    with _set_of_keys(strategy, "is_fixed"):
-        yield
+    return _set_of_keys(strategy, "is_fixed")
 
 
 @contextlib.contextmanager
