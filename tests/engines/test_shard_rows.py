@@ -137,7 +137,7 @@ def test_an_id_out_of_range_is_named_with_its_table(wrong: list[int]) -> None:
 def test_a_keras_variable_looks_up_its_rows() -> None:
     table, one = made()
     variable = keras.Variable(VALUE.astype("float32"))
-    sharding.look_up_in_shards()
+    sharding.know_shards()
     assert not hasattr(variable, "sparse_read")
     variable._value = table
     take = tf.function(keras.ops.take, autograph=False)

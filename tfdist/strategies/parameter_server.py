@@ -244,10 +244,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         """Looks up rows of variables in shards, and updates shards and rows, on their servers."""
         self._has_partitioner = variable_partitioner is not None
         if variable_partitioner is not None:
-            sharding.note_initializers()
-            sharding.look_up_in_shards()
-            sharding.save_in_shards()
-            sharding.restore_in_slices()
+            sharding.know_shards()
         if variable_partitioner is not None or is_lazy:
             sharding.replace_update(
                 self, lambda *given: partitioned_variable.update_by_shards(given[0], is_lazy, given[1])

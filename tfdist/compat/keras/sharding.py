@@ -147,9 +147,16 @@ class ShardInitial:
         return module, name, draw
 
 
-def note_initializers() -> None:
-    """Notes for each Keras variable that is made which initializer it begins with."""
+def know_shards() -> None:
+    """Makes Keras and TensorFlow initialize, look up, save and restore variables in shards part by part, for good."""
     patching.once(keras.Variable, "_initialize_with_initializer", _noting)
+    keras.Variable.sparse_read = property(_sparse_read)
+    patching.once(backend.numpy, "take", _looking_up)
+    patching.once(saving_lib.H5IOStore, "__setitem__", _saving)
+    patching.once(saving_lib.H5IOStore, "__getitem__", _reading)
+    patching.once(saving_lib, "is_memory_sufficient", _on_disk)
+    patching.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots)
+    patching.once(functional_saver, "_single_shard_restore", _one_by_one)
 
 
 def present_initializer() -> ShardInitial | None:
@@ -248,13 +255,8 @@ def _is_elementwise(optimizer: Any) -> bool:
 # There is no public way. `tf.gather` calls `sparse_read` of a variable, if it has one; a Keras variable has none, and
 # so is read whole. `keras.ops.take`, which `keras.layers.Embedding` calls, reads it besides for its number of rows:
 # TensorFlow makes that read although nothing depends on it, and a read copies a variable whose rows have ever been
-# written. Both changes are permanent, and ones of variables in shards alone.
-
-
-def look_up_in_shards() -> None:
-    """Gives Keras variables in shards `sparse_read`, and has `keras.ops.take` call it."""
-    keras.Variable.sparse_read = property(_sparse_read)
-    patching.once(backend.numpy, "take", _looking_up)
+# written. So Keras variables in shards get `sparse_read`, and `keras.ops.take` calls it. Both changes are permanent,
+# and ones of variables in shards alone.
 
 
 def _sparse_read(variable: Any) -> Callable[..., Any]:
@@ -294,14 +296,6 @@ def _looked_up(table: Any, indices: Any) -> Any:
 # makes the file in memory where there seems to be enough. The files are the same as those of a model without shards: a
 # data set of HDF5 for each variable. All changes are permanent, and act on variables in shards alone. A large matrix
 # stays a data set of the file until it is assigned, to any variable.
-
-
-def save_in_shards() -> None:
-    """Changes how Keras saves and loads variables in shards."""
-    patching.once(saving_lib.H5IOStore, "__setitem__", _saving)
-    patching.once(saving_lib.H5IOStore, "__getitem__", _reading)
-    patching.once(saving_lib, "is_memory_sufficient", _on_disk)
-    patching.once(keras.optimizers.Optimizer, "save_own_variables", _saving_slots)
 
 
 def _saving(original: Any, store: Any, key: str, value: Any) -> None:
@@ -409,11 +403,6 @@ class RowsOfShard(tensor_callable.Callable):
     def __init__(self, read: Callable[[], tf.Tensor], write: Callable[[tf.Tensor], Any], dtype: Any, device: str):
         super().__init__(read, dtype=dtype, device=device)
         self.write = write
-
-
-def restore_in_slices() -> None:
-    """Changes TensorFlow's restore, once."""
-    patching.once(functional_saver, "_single_shard_restore", _one_by_one)
 
 
 def is_written(tensor: Any) -> bool:
