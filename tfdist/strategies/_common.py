@@ -361,7 +361,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     build_in_scope(strategy, scope.redirected)
     saving.wait_for_variables()
     variables.replace_colocation(strategy, lambda stock: scope.colocating(strategy, strategy.scope, stock))
-    allow_loops_without_run(strategy)
+    allow_loops_without_run()
     adopt_seed_generators(strategy)
     variables.define_numbers()
 

@@ -165,7 +165,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         coordinator.allow_without_coordinator(self)
         variables.replace_colocation(self, lambda stock: scope.colocating(self, self._scope, stock))
         scope_checks.check_colocation(self)
-        allow_loops_without_run(self)
+        allow_loops_without_run()
         build_in_scope(self, scope.redirected)
         saving.wait_for_variables()
         graphs.leave_library()

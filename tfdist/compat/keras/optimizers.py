@@ -444,21 +444,3 @@ def _is_other_axis(operation: tf.Operation) -> bool:
     if begin is None or operation.get_attr("begin_mask"):
         return False
     return bool(begin[0] > 0 or (begin[0] < 0 and (rank is None or begin[0] + rank > 0)))
-
-
-# Lets Keras' optimizers update variables in the scope of a strategy, outside of `strategy.run`.
-#
-# Keras does so by `tf.__internal__.distribute.interim.maybe_merge_call`, which looks for a replica's context where
-# there is none and fails with an AttributeError. All replicas are given the same update there, so nothing has to be
-# merged.
-
-
-def allow_cross_replica_updates() -> None:
-    """Makes `optimizer.apply` in cross-replica context update each replica's copy; see `scope` for its checks."""
-    patching.once(tf.__internal__.distribute.interim, "maybe_merge_call", _merging)
-
-
-def _merging(plain: Any, fn: Callable[..., Any], strategy: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if not tf.distribute.in_cross_replica_context():
-        return plain(fn, strategy, *args, **kwargs)
-    return fn(strategy, *args, **kwargs)

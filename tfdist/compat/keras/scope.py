@@ -275,11 +275,12 @@ def _drawing(original: Any, self: Any, ordered: bool = True) -> Any:
 # of the process. TensorFlow and Keras refuse four parts of it, none of which has a public seam:
 #
 # - `optimizer.apply` outside of the scope: Keras updates in the context of the caller, not in that of its strategy;
-# - `optimizer.apply` in the scope: see `optimizers`;
+# - `optimizer.apply` in the scope: Keras' `maybe_merge_call` looks for a replica's context, and fails with an
+#   AttributeError. All replicas are given the same update there, so nothing has to be merged;
 # - a `LossScaleOptimizer`: Keras has all replicas apply together, where there are none;
 # - the gradient tape in the scope: a mirrored variable has no `handle` there, though it is read from the first replica.
 #
-# Each is replaced for good where it would have raised, and for the strategies that ask for it.
+# Each is replaced for good where it would have raised, and for tfdist's strategies.
 #
 # Several workers would each update their own copies with gradients of their own, which neither TensorFlow nor Keras
 # notices outside of the scope: an error.
@@ -289,10 +290,9 @@ def _drawing(original: Any, self: Any, ordered: bool = True) -> Any:
 _checked = threading.local()
 
 
-def allow_loops_without_run(strategy: tf.distribute.Strategy) -> None:
-    """Makes loops without `run` train this strategy's models, unless it has other workers."""
-    replicas.facts_of(strategy).trains_without_run = True
-    optimizers.allow_cross_replica_updates()
+def allow_loops_without_run() -> None:
+    """Makes loops without `run` train the models of strategies for which `build_in_scope` was called, on one worker."""
+    patching.once(tf.__internal__.distribute.interim, "maybe_merge_call", _merging)
     for owner in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         patching.once(owner, "apply", _applying)
     patching.once(keras.optimizers.LossScaleOptimizer, "scale_loss", _scaling)
@@ -314,7 +314,13 @@ def take_over(strategy: Any, optimizer: Any) -> None:
 
 
 def _is_allowed(strategy: Any) -> bool:
-    return replicas.facts_of(strategy).trains_without_run
+    return replicas.facts_of(strategy).redirect is not None
+
+
+def _merging(original: Any, fn: Callable[..., Any], strategy: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not tf.distribute.in_cross_replica_context():
+        return original(fn, strategy, *args, **kwargs)
+    return fn(strategy, *args, **kwargs)
 
 
 # optimizer.apply
@@ -371,7 +377,7 @@ def _has_copies(variable: Any) -> bool:
 
 
 def _strategy_of_replica() -> Any:
-    """The strategy, of those that ask for it, in whose replica context this is; or None."""
+    """The strategy of tfdist in whose replica context this is; or None."""
     strategy = tf.distribute.get_strategy()
     is_replica = _is_allowed(strategy) and not tf.distribute.in_cross_replica_context()
     return strategy if is_replica else None

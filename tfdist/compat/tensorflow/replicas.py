@@ -46,9 +46,8 @@ class StrategyFacts:
 
     Attributes:
       parts: the devices of its replicas; None where each replica has one device.
-      redirect: given the strategy, returns a context in which variables are made in its scope; None to leave it to
-        Keras where a layer makes its variables.
-      trains_without_run: True if a loop without `strategy.run` may train its models.
+      redirect: given the strategy, returns a context in which variables are made in its scope; None of strategies that
+        are not tfdist's: it is left to Keras where a layer makes its variables.
       adopts_seed_generators: True if seed generators that its replicas draw from get variables in its scope.
       counts_as_one_replica: True while a Keras step is traced: `num_replicas_in_sync` is 1 there.
       content: see `inputs.content`.
@@ -57,7 +56,6 @@ class StrategyFacts:
 
     parts: ReplicaDevices | None = None
     redirect: Callable[[Any], contextlib.AbstractContextManager] | None = None
-    trains_without_run: bool = False
     adopts_seed_generators: bool = False
     counts_as_one_replica: bool = False
     content: tf.Variable | None = None
