@@ -67,8 +67,11 @@ class Step:
 
     @property
     def model_in_use(self) -> keras.Model | None:
-        """The model that it is a step of; for Keras' function of `predict` that of the call that is open."""
-        return calls.predicting_model() if self.kind == "predict" else self.model
+        """The model that it is a step of; for Keras' function of `predict`, which doesn't say it, that of the call."""
+        if self.kind != "predict":
+            return self.model
+        call = calls.current()
+        return call.model if call is not None and call.predicts else None
 
     @property
     def is_of_keras(self) -> bool:

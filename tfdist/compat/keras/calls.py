@@ -190,15 +190,6 @@ def is_within_fit(call: Call) -> bool:
     return any(each.kind == "fit" for each in calls[: calls.index(call)])
 
 
-def predicting_model() -> Any:
-    """The model that predicts in this thread, within no other call; or None.
-
-    Keras hands to `run` a function of its own, which says nothing of the model.
-    """
-    call = current()
-    return call.model if call is not None and call.predicts else None
-
-
 def epochs_being_made() -> Any:
     """Keras' iterator over epochs that is being made in this thread, and asks for its data; or None."""
     return _thread.making
@@ -262,7 +253,9 @@ def _opening(original: Any, kind: str, names: Sequence[str], self: Any, /, *args
         return original(self, *args, **kwargs)  # Python refuses them.
     call = Call(self, kind, {**arguments, **kwargs})
     if kind == "fit":
-        _add_callbacks(call)
+        own = _callbacks_of(call)
+        if _added and own is not None:
+            add_callback(call, *_added[0](self, own))
         call.callbacks = call.arguments.get("callbacks")
     _listeners.call(call)
     _begin(call)
@@ -324,12 +317,6 @@ def _callbacks_of(call: Call) -> Sequence[Any] | None:
     if isinstance(given, keras.callbacks.CallbackList):
         return None
     return given if isinstance(given, list | tuple) else [given] if given else []
-
-
-def _add_callbacks(call: Call) -> None:
-    own = _callbacks_of(call)
-    if _added and own is not None:
-        add_callback(call, *_added[0](call.model, own))
 
 
 def _explained(strategy: Any, error: BaseException) -> BaseException:
@@ -428,9 +415,17 @@ def refuse_overlap(strategy: Any, is_exclusive: bool, nests: bool = True) -> Non
                 continue
             if known.thread is call.thread:
                 if not nests and known.kind == call.kind == "fit":
-                    raise RuntimeError(_nested(call, known, strategy))
+                    raise RuntimeError(
+                        f"{_label(call)} is called within a callback of {_label(known)}, and the policies of this "
+                        f"{type(strategy).__name__} can't leave a pass over the data and come back to it; begin it "
+                        "when the other has ended, or train a model of another strategy there. Received: fit within fit"
+                    )
             elif reason := _reason(call, known, strategy, is_exclusive):
-                raise RuntimeError(_overlapping(call, known, reason))
+                raise RuntimeError(
+                    f"{_label(call)} overlaps with another thread's call, and {reason}; begin it when the other has "
+                    f"ended, or run it in another process. Received: a call in thread {call.thread.name!r} during "
+                    f"{_label(known)} in thread {known.thread.name!r}"
+                )
         call.under = strategy
 
 
@@ -447,22 +442,6 @@ def _reason(call: Call, known: Call, strategy: Any, is_exclusive: bool) -> str:
     if strategy.num_replicas_in_sync > 1:
         return f"under this {kind} TensorFlow's sums over the replicas can hang beside those of another thread"
     return ""
-
-
-def _overlapping(call: Call, known: Call, reason: str) -> str:
-    return (
-        f"{_label(call)} overlaps with another thread's call, and {reason}; begin it when the other has ended, or run "
-        f"it in another process. Received: a call in thread {call.thread.name!r} during {_label(known)} in thread "
-        f"{known.thread.name!r}"
-    )
-
-
-def _nested(call: Call, known: Call, strategy: Any) -> str:
-    return (
-        f"{_label(call)} is called within a callback of {_label(known)}, and the policies of this "
-        f"{type(strategy).__name__} can't leave a pass over the data and come back to it; begin it when the other has "
-        f"ended, or train a model of another strategy there. Received: fit within fit"
-    )
 
 
 def _label(call: Call) -> str:
