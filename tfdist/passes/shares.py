@@ -108,10 +108,6 @@ class Shares:
         share = tf.cast(self.rows[replica], tf.float64) / tf.cast(tf.maximum(self.total, 1), tf.float64)
         return tf.cast(share, dtype)
 
-    def of_this_replica(self) -> tf.Tensor:
-        """The part of the global batch that this replica has; called in replica context."""
-        return self.of_replica(replicas.current())
-
 
 def _are_surely_even(strategy: Any, data: Any, batches: list[Any]) -> bool:
     """Returns True if, by the static shapes, all replicas have equally many examples."""

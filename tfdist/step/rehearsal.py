@@ -9,6 +9,7 @@ replica, into a graph that is discarded (`compat.keras.models`).
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import warnings
 import weakref
@@ -262,7 +263,8 @@ def may_make_more(model: keras.Model, step: str) -> bool:
         return True
     # Keras builds it by a call with training=False.
     return step == "train_step" and any(
-        models.takes_training(layer) and not is_of_keras(type(layer)) for layer in models.layers_of(model)
+        "training" in inspect.signature(layer.call).parameters and not is_of_keras(type(layer))
+        for layer in models.layers_of(model)
     )
 
 

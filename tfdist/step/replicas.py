@@ -188,7 +188,7 @@ class _Weights:
 
     def share(self) -> Any:
         """Returns the replica's share of the batch."""
-        return self.shares.of_this_replica() if self.shares else 1 / self.num_replicas
+        return self.shares.of_replica(replicas.current()) if self.shares else 1 / self.num_replicas
 
     def unit(self, optimizer: Any) -> Any:
         """Returns the factor from a replica's gradient to that of a device which has the replica's examples alone."""

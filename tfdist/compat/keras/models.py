@@ -59,12 +59,7 @@ def _build_by_strategy(model: Any, iterator: Any = None, data_batch: Any = None)
 
 @tf.autograph.experimental.do_not_convert
 def build_model(model: keras.Model, batch: Any) -> None:
-    """Builds the unbuilt parts of a model, if the batch has ragged or sparse parts or metrics are unbuilt.
-
-    Args:
-      model: the model.
-      batch: a batch, or its specs.
-    """
+    """Builds unbuilt parts of a model, if a batch or its specs have ragged or sparse parts, or metrics are unbuilt."""
     loss, has_metrics, has_dense = model._compile_loss, has_unbuilt_metrics(model), is_dense(batch)
     if has_dense and not has_metrics:
         return
@@ -82,7 +77,11 @@ def build_model(model: keras.Model, batch: Any) -> None:
             predicted = call.get_concrete_function(x).structured_outputs
     x, y, weight, predicted = (tf.nest.map_structure(_symbolic, each) for each in (x, y, weight, predicted))
     if has_metrics:
-        compute = _without_writes(model.compute_metrics)
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            with Unwritten():
+                return model.compute_metrics(*args, **kwargs)
+
         backend.compute_output_spec(compute, x, y, predicted, sample_weight=weight)
     if loss is not None and not loss.built:
         backend.compute_output_spec(model.compute_loss, x, y, predicted, sample_weight=weight)
@@ -146,11 +145,6 @@ def is_called(model: keras.Model) -> bool:
     return not all(part.built for part in parts if part is not None)
 
 
-def takes_training(layer: keras.Layer) -> bool:
-    """Returns True if the layer's `call` has the argument `training`."""
-    return "training" in inspect.signature(layer.call).parameters
-
-
 def is_callable(layer: keras.Layer) -> bool:
     """Returns True if a layer, or model, overrides `call`."""
     return type(layer).call not in (keras.Layer.call, keras.Model.call)
@@ -170,14 +164,6 @@ class Unwritten(ReadingScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """See `keras.StatelessScope`."""
-
-
-def _without_writes(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with Unwritten():
-            return function(*args, **kwargs)
-
-    return call
 
 
 def _symbolic(leaf: Any) -> Any:
@@ -376,12 +362,7 @@ def forget_added(model: keras.Model) -> None:
 
 
 def losses_kept_by_replica(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step whose replica, after each `merge_call`, finds the losses that it had before.
-
-    Args:
-      model: a Keras model.
-      step: a function of it, to be run by the thread of each replica.
-    """
+    """Returns a step, for the thread of each replica, that finds the losses again that it had before a `merge_call`."""
     if isinstance(step, tf.types.experimental.PolymorphicFunction):
         return step
     step = graphs.converted(step)

@@ -43,7 +43,8 @@ _thread = _Thread()
 
 def allow_placed_layers() -> None:
     """Makes layers that are created in `placed` from now on keep their part."""
-    place_gradients()
+    patching.once(backprop, "_gradient_function", _placing)
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
     layers.after_making(_remember)
     patching.once(keras.Layer, "__call__", _calling)
 
@@ -107,12 +108,7 @@ def give(variable: Any, part: int) -> None:
 
 
 def reader_of(variable: Any, worker: str) -> str:
-    """Returns the device of a worker that reads a Keras variable of a parameter server.
-
-    Args:
-      variable: the variable.
-      worker: the first device of the worker.
-    """
+    """Returns the device of a worker, of which `worker` is the first, that reads a variable of a parameter server."""
     parts, part = replicas.parts_of(tf.distribute.get_strategy()), part_of(variable)
     return worker if parts is None or part is None else parts.groups[0][part]
 
@@ -200,12 +196,6 @@ def _moved(leaf: Any, device: str) -> Any:
 # the weights of all parts to it. There is no public way: TensorFlow has one function that looks up the gradient of an
 # operation, and calls the last one that was registered. The replacement is permanent; it changes nothing for operations
 # that no strategy with replicas of several devices computes.
-
-
-def place_gradients() -> None:
-    """Replaces the function, once in a process."""
-    patching.once(backprop, "_gradient_function", _placing)
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
 
 
 def _placing(
