@@ -52,13 +52,7 @@ class HandleKind:
 
 
 def kind_of(engine: Any, element_spec: Any, form: Hashable = ()) -> HandleKind:
-    """Returns the kind of these properties; the same object each time, so that a step is traced once.
-
-    Args:
-      engine: runs steps on the handles, and keeps the kind.
-      element_spec: see `HandleKind`.
-      form: see `HandleKind`.
-    """
+    """Returns the kind of these properties, kept by the engine: the same each time, so that a step is traced once."""
     kinds = patching.setdefault(engine, _KINDS, dict)
     # Two threads may fit two models.
     return kinds.setdefault((repr(element_spec), form), HandleKind(weakref.ref(engine), element_spec, form))
@@ -105,11 +99,7 @@ def refused(received: str) -> ValueError:
 
 
 def check_eager(received: str) -> None:
-    """Raises RuntimeError within a `tf.function`, where no step of servers or of a policy can be made.
-
-    Args:
-      received: what the loop does there, for the message.
-    """
+    """Raises RuntimeError within a `tf.function`, where no step of servers or of a policy can be made."""
     if not tf.executing_eagerly():
         refuse_graph(received)
 

@@ -159,14 +159,7 @@ tf.register_tensor_conversion_function(WorkerBatch, _convert)
 
 
 def kind_of(engine: Any, element_spec: Any, marks_end: bool = False, has_totals: bool = False) -> HandleKind:
-    """Returns the kind of the handles of whole batches.
-
-    Args:
-      engine: makes train steps of the batches.
-      element_spec: the structure of `tf.TypeSpec`s of a batch.
-      marks_end: see `WorkerDataset`.
-      has_totals: likewise.
-    """
+    """Returns the kind of the handles of whole batches; see `PartLayout`."""
     return handles.kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0, marks_end, has_totals))
 
 

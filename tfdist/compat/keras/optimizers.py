@@ -323,14 +323,7 @@ _STEPS = "gradient_accumulation_steps"
 def apply_accumulated(
     optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]
 ) -> None:
-    """Updates with gradients that are the means of as many steps as the optimizer accumulates.
-
-    Args:
-      optimizer: a Keras optimizer with `gradient_accumulation_steps`.
-      apply: its own `apply`.
-      gradients: the means.
-      variables: theirs.
-    """
+    """Updates, by the optimizer's own `apply`, with gradients that are means of as many steps as it accumulates."""
     count = int(getattr(optimizer, _STEPS))
     # An update counts for as many gradients as it is made of, as on one device.
     optimizer._iterations.assign_add(count - 1)

@@ -165,13 +165,8 @@ def call_on_arrays(
 ) -> list[tf.Tensor]:
     """Leaves an operation in the graph that calls `function` with the arrays of `inputs`, which it must not change.
 
-    Args:
-      function: called with NumPy arrays.
-      inputs: its arguments.
-      dtypes: those of its results.
-
     Returns:
-      Its results, tensors of unknown shape.
+      Its results, tensors of these dtypes and of unknown shape.
     """
     return list(tf.numpy_function(_kept_by_graphs(function), inputs, dtypes))
 

@@ -129,18 +129,9 @@ def mapped_inline(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.
 
 
 def untuned(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
-    """Switches tf.data's autotuning off if Keras has made `dataset` of arrays.
-
-    Args:
-      dataset: any data set.
-      epoch_iterator: the caller of the distribution; Keras' epoch iterator in a model's loops.
-
-    Returns:
-      The data set to use in its place.
-    """
-    if not _is_of_arrays(epoch_iterator) or not isinstance(dataset, tf.data.Dataset):
-        return dataset
-    return without_tuning(dataset)
+    """Switches tf.data's autotuning off if Keras, whose epoch iterator asks for the data, has made them of arrays."""
+    is_of_arrays = _is_of_arrays(epoch_iterator) and isinstance(dataset, tf.data.Dataset)
+    return without_tuning(dataset) if is_of_arrays else dataset
 
 
 def read_ahead_untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -148,12 +139,6 @@ def read_ahead_untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     Parallel calls of `AUTOTUNE` then have the number with which TensorFlow begins: one for each core, up to 16. The
     buffer that TensorFlow adds at the end of a pipeline with its tuning alone is added here.
-
-    Args:
-      dataset: any data set.
-
-    Returns:
-      The data set to use in its place.
     """
     options = dataset.options()
     if options.autotune.enabled is not None:
