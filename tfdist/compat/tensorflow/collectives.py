@@ -262,8 +262,11 @@ def broadcast_all_dtypes(strategy: tf.distribute.Strategy) -> None:
             return original(replica_id, device, primary_var, **options)
 
         def initial_value() -> tf.Tensor:
+            value = options["initial_value"]
             with tf.device(device):
-                value = _value(options["initial_value"], options.get("dtype"))
+                value = value() if callable(value) else value
+                # Of a variable that is restored from a checkpoint while it is made.
+                value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), options.get("dtype"))
             carrier = _carrier(value.dtype)
             carried = {**options, "initial_value": tf.cast(value, carrier), "dtype": carrier}
             return tf.cast(original(replica_id, device, primary_var, **carried)(), value.dtype)
@@ -271,12 +274,6 @@ def broadcast_all_dtypes(strategy: tf.distribute.Strategy) -> None:
         return initial_value
 
     extended._get_variable_creator_initial_value = creator_initial_value
-
-
-def _value(initial: Any, dtype: Any) -> tf.Tensor:
-    value = initial() if callable(initial) else initial
-    # Of a variable that is restored from a checkpoint while it is made.
-    return tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype)
 
 
 def _carrier(dtype: tf.DType) -> tf.DType:
