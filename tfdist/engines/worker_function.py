@@ -21,7 +21,7 @@ from tfdist.engines.accumulation import Accumulation
 from tfdist.engines.transfer import plan
 from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting, worker_batch
-from tfdist.passes.worker_batch import WorkerBatch, flat_specs, handles_in
+from tfdist.passes.worker_batch import WorkerBatch, handles_in
 from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator
 from tfdist.step import gradients, one_replica, rehearsal, step_times
 from tfdist.step.logs import Packing
@@ -232,7 +232,7 @@ class Program:
         elif self._worker_fed:
             batch = [tf.data.IteratorSpec(self._batch_spec)]
         else:
-            batch = flat_specs(self._batch_spec)
+            batch = tf.nest.flatten(self._batch_spec, expand_composites=True)
         given = [tf.TensorSpec(t.shape, t.dtype) for t in self.flatten_arguments(*self._arguments)]
         return batch + given + (self.accumulation.specs if self.accumulation else [])
 
@@ -280,7 +280,7 @@ class Program:
             # A new object of the same iterator: TensorFlow refuses more than 32 reads of one in a trace.
             iterator = tf.nest.map_structure(lambda resource: resource, inputs[0], expand_composites=True)
             return iterator.get_next(), inputs[1:]
-        count = len(flat_specs(self._batch_spec))
+        count = len(tf.nest.flatten(self._batch_spec, expand_composites=True))
         return tf.nest.pack_sequence_as(self._batch_spec, inputs[:count], expand_composites=True), inputs[count:]
 
     def _fill(self, leaf: Any, batch: Any, parts: Iterator[Any], supply: Any) -> Any:

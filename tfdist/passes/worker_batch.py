@@ -163,11 +163,6 @@ def kind_of(engine: Any, element_spec: Any, marks_end: bool = False, has_totals:
     return handles.kind_of(engine, element_spec, PartLayout(element_spec, repr(element_spec), 0, marks_end, has_totals))
 
 
-def flat_specs(spec: Any) -> list[tf.TensorSpec]:
-    """Returns the specs of a batch's tensors, components of ragged and sparse tensors included."""
-    return tf.nest.flatten(spec, expand_composites=True)
-
-
 def as_specs(*structures: Any) -> list[Any]:
     """Replaces handles in the structures by the specs of their batches or parts."""
     return _replaced(structures, lambda handle: handle.element_spec)

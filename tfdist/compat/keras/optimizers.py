@@ -231,8 +231,9 @@ def undone_on_error(optimizers: Iterable[Any]) -> Iterator[None]:
                 object.__delattr__(part, name)
             for name, (value, content) in attributes.items():
                 object.__setattr__(part, name, value)
-                if content is not None:
-                    _refill(value, content)
+                if content is not None and len(value) != len(content):
+                    value.clear()
+                    (value.update if isinstance(value, dict) else value.extend)(content)
         raise
 
 
@@ -240,12 +241,6 @@ def _copied(value: Any) -> tuple[Any, Any]:
     """The value, and what is in it if that may change."""
     is_dict = isinstance(value, dict)
     return value, dict(value) if is_dict else list(value) if isinstance(value, list) else None
-
-
-def _refill(value: Any, content: Any) -> None:
-    if len(value) != len(content):
-        value.clear()
-        (value.update if isinstance(value, dict) else value.extend)(content)
 
 
 def trained_by(optimizer: Any) -> Sequence[Any]:
