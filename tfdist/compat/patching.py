@@ -63,7 +63,7 @@ def once(
     Args:
       owner: a module or a class.
       name: of a function or a method of it.
-      function: called with the original, and the arguments of the call behind `given`.
+      function: called with the original, `given`, and the arguments of the call.
       given: arguments.
       decorate: changes what takes the place of the original, with the original's name and signature.
     """

@@ -129,7 +129,12 @@ def mapped_inline(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.
 
 
 def untuned(dataset: tf.data.Dataset, epoch_iterator: Any) -> tf.data.Dataset:
-    """Switches tf.data's autotuning off if Keras, whose epoch iterator asks for the data, has made them of arrays."""
+    """Switches tf.data's autotuning off if Keras has made `dataset` of arrays.
+
+    Args:
+      dataset: any data set.
+      epoch_iterator: the caller of the distribution; Keras' epoch iterator in a model's loops.
+    """
     is_of_arrays = _is_of_arrays(epoch_iterator) and isinstance(dataset, tf.data.Dataset)
     return without_tuning(dataset) if is_of_arrays else dataset
 
