@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.keras.calls import Call
@@ -50,22 +49,14 @@ from tfdist.step.step import Step
 _CLOSING_SECS = 2.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """Work of the replicas for one update: the step and its batch."""
-
-    step: ThreadedStep
-    handle: BatchHandle
-
-
+@dataclasses.dataclass(eq=False)
 class _Shared:
     """State that the engine shares with its threads."""
 
-    def __init__(self, runner: RoundRunner) -> None:
-        self.runner = runner
-        # `None` between updates, because it references the model, and thereby the strategy.
-        self.job: _Job | None = None
-        self.is_closed = False
+    runner: RoundRunner
+    # Step and batch of the update; `None` between updates, because they reference the model, and thereby the strategy.
+    job: tuple[ThreadedStep, BatchHandle] | None = None
+    is_closed: bool = False
 
 
 class ThreadedEngine(Engine):
@@ -95,7 +86,6 @@ class ThreadedEngine(Engine):
             threading.Thread(target=_serve, args=(self._shared, replica), name=f"tfdist {name}", daemon=True)
             for replica, name in enumerate(names)
         ]
-        self._is_started = False
         self._strategy = weakref.ref(strategy)
         # Called by `close`, when the engine is collected, or at the end of the process.
         self._end_threads = weakref.finalize(self, _close, self._shared, self._reporter, self._threads)
@@ -121,24 +111,28 @@ class ThreadedEngine(Engine):
         A step raises the exception of a replica, and TimeoutError if none made progress for `stall_timeout_secs`.
         """
         strategy, model = self._strategy(), step.model
-        _check_xla(model)
+        if model.jit_compile:
+            raise ValueError(
+                "compile(jit_compile=True): XLA can't compile a step that a policy takes apart; leave it at 'auto' or "
+                "False. Received: jit_compile=True"
+            )
         build_optimizer(strategy, model)
         _, is_whole = handle.kind.form
         traced = ThreadedStep(strategy, step, handle.kind.element_spec, is_whole)
         traced.prepare(self._policy.replicas_to_aggregate)
-        return lambda iterator, handle: traced.rebuild(self._step(traced, handle))
+        return lambda iterator, handle: self._step(traced, handle)
 
     def close(self) -> None:
         """Ends the threads; may be called again."""
         self._end_threads()
 
-    def _step(self, step: ThreadedStep, handle: BatchHandle) -> list[np.ndarray]:
-        """Makes one update from a handle's batch; returns the flat logs after it."""
+    def _step(self, step: ThreadedStep, handle: BatchHandle) -> Any:
+        """Makes one update from a handle's batch; returns the logs after it."""
         self._start()
         shared = self._shared
         iterator: ReplicaIterator = handle.of
         with self._reporter.waiting("an update"):
-            shared.job = _Job(step, handle)
+            shared.job = step, handle
             try:
                 with shared.runner.wanted():
                     # While the replicas compute.
@@ -152,19 +146,10 @@ class ThreadedEngine(Engine):
         return logs
 
     def _start(self) -> None:
-        if not self._is_started:
-            self._is_started = True
+        if self._threads[0].ident is None:
             self._reporter.start()
             for thread in self._threads:
                 thread.start()
-
-
-def _check_xla(model: Any) -> None:
-    if model.jit_compile:
-        raise ValueError(
-            "compile(jit_compile=True): XLA can't compile a step that a policy takes apart; leave it at 'auto' or "
-            "False. Received: jit_compile=True"
-        )
 
 
 def _serve(shared: _Shared, replica: int) -> None:
@@ -176,24 +161,25 @@ def _serve(shared: _Shared, replica: int) -> None:
             return
         job = shared.job
         try:
-            if job is not None:
-                _contribute(shared.runner, job, replica, local_step, attempt)
+            if job is None:
+                shared.runner.give_up(replica)
+            else:
+                _contribute(shared.runner, *job, replica, local_step, attempt)
         except Exception as error:
             # Errors of the user's step are raised to the user.
             shared.runner.fail(replica, local_step, error, isinstance(error, tf.errors.OutOfRangeError))
-        else:
-            if job is None:
-                shared.runner.give_up(replica)
         attempt += 1
         del job
 
 
-def _contribute(runner: RoundRunner, job: _Job, replica: int, local_step: int, attempt: int) -> None:
+def _contribute(
+    runner: RoundRunner, step: ThreadedStep, handle: BatchHandle, replica: int, local_step: int, attempt: int
+) -> None:
     delay_hook.before_contribution(replica, attempt)
     begin = time.monotonic()
-    batch = job.handle.of.flat(job.handle, replica)
+    batch = handle.of.flat(handle, replica)
     input_secs = time.monotonic() - begin
-    contribution = job.step.contribute(replica, batch)
+    contribution = step.contribute[replica](*batch)
     if runner.arrive(replica, local_step, input_secs):
         runner.deliver(replica, local_step, contribution)
 
@@ -232,6 +218,9 @@ class ThreadedStep:
       step: a model's `train_step`.
       element_spec: the structure of `tf.TypeSpec`s of a replica's input.
       is_whole: True if the input is the whole batch, from which the replica takes its part.
+
+    Attributes:
+      contribute: by replica, computes its flat contribution from its flat input.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, step: Step, element_spec: Any, is_whole: bool) -> None:
@@ -250,7 +239,7 @@ class ThreadedStep:
             self._step.settled(lambda replica=replica: one_replica.trace(strategy, self._on_replica(replica), flat))
             for replica in range(len(self._devices))
         ]
-        self._contribute = [graphs.bare_call(replica) for replica in replicas]
+        self.contribute = [graphs.bare_call(replica) for replica in replicas]
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in replicas[0].outputs]
         self._packing = Packing()
         # By the number of contributions.
@@ -262,19 +251,11 @@ class ThreadedStep:
             specs = self._specs * num_contributions
             self._updates[num_contributions] = graphs.bare_call(one_replica.trace(self._strategy, self._update, specs))
 
-    def rebuild(self, flat: Sequence[Any]) -> Any:
-        """Packs flat logs into the structure of the step's result."""
-        return self._packing.rebuild(flat)
-
-    def contribute(self, replica: int, batch: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Computes a replica's flat contribution from its flat input."""
-        return self._contribute[replica](*batch)
-
-    def update(self, contributions: Sequence[Sequence[tf.Tensor]]) -> list[np.ndarray]:
-        """Makes an update from contributions, and returns the flat logs after it."""
+    def update(self, contributions: Sequence[Sequence[tf.Tensor]]) -> Any:
+        """Makes an update from contributions, and returns the logs after it."""
         self.prepare(len(contributions))
         update = self._updates[len(contributions)]
-        return self._packing.unpack(update(*[tensor for each in contributions for tensor in each]))
+        return self._packing.rebuild(self._packing.unpack(update(*itertools.chain(*contributions))))
 
     # Traced code.
 
@@ -316,17 +297,10 @@ class ThreadedStep:
         parts = [flat[start : start + size] for start in range(0, len(flat), size)]
         contributions = [tf.nest.pack_sequence_as(self._template, part, expand_composites=True) for part in parts]
         with one_replica.replica_on(self._strategy, self._devices[0]):
-            return self._apply(contributions)
-
-    def _apply(self, contributions: Sequence[ReplicaContribution]) -> list[tf.Tensor]:
-        total = add_up(contributions)
-        self._step.update(
-            total,
-            num_contributions=len(contributions),
-            assign=one_replica.assign_all,
-            apply=one_replica.apply_to_copies(self._strategy),
-        )
-        for variable, count in zip(self._step.counters, self._step.counts(total), strict=True):
-            # A metric's value is the sum over its copies.
-            one_replica.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
-        return self._packing.pack(self._step.logs(total))
+            total = add_up(contributions)
+            apply = one_replica.apply_to_copies(self._strategy)
+            self._step.update(total, num_contributions=len(contributions), assign=one_replica.assign_all, apply=apply)
+            for variable, count in zip(self._step.counters, self._step.counts(total), strict=True):
+                # A metric's value is the sum over its copies.
+                one_replica.copies_of(variable)[0].assign_add(tf.cast(count, variable.dtype))
+            return self._packing.pack(self._step.logs(total))
