@@ -15,7 +15,7 @@ import tfdist
 from tfdist import engines
 from tfdist.coordination.quorum import Kind, Verdict
 from tfdist.engines.base import Engine
-from tfdist.engines.quorum import QuorumEngine, QuorumSums
+from tfdist.engines.quorum import QuorumEngine
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.policies import Outcome
 from tfdist.policies.saved_state import SavedState
@@ -76,7 +76,7 @@ def _threaded() -> Any:
 
 def _quorum() -> Any:
     nothing = lambda *given: None  # noqa: E731
-    engine = QuorumEngine(None, 0, _Client(), QuorumSums(nothing), nothing, nothing, None)  # pyright: ignore
+    engine = QuorumEngine(None, 0, _Client(), nothing, nothing, nothing, nothing, None)  # pyright: ignore
     engine.start()
     return engine
 

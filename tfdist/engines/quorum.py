@@ -76,7 +76,8 @@ class QuorumEngine(Engine):
       strategy: the strategy; one replica per worker.
       worker: this worker's number.
       client: its connection to the quorum server.
-      sums: over all workers.
+      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      sum_gradients: returns what sums the dense gradients of an optimizer, if they aren't sent as they are.
       prepare: checks and builds a model before its step is traced.
       record: called with each update and its number of examples.
       agreement: knows of waits that can't end.
@@ -87,7 +88,8 @@ class QuorumEngine(Engine):
         strategy: tf.distribute.Strategy,
         worker: int,
         client: QuorumClient,
-        sums: QuorumSums,
+        sum_over_workers: Sum,
+        sum_gradients: Callable[[], SumGradients | None],
         prepare: Callable[[keras.Model], None],
         record: Callable[[Update, int], None],
         agreement: Agreement,
@@ -96,7 +98,7 @@ class QuorumEngine(Engine):
         self._strategy = strategy
         self._worker = worker
         self._client = client
-        self._sums = sums
+        self._sums = sum_over_workers, sum_gradients
         self._prepare = prepare
         self._record = record
         self._passes = itertools.count(1)
@@ -107,7 +109,6 @@ class QuorumEngine(Engine):
         self._error: BaseException | None = None
         self._is_computing = False
         self._is_closing = False
-        self._clock = time.monotonic
         # Step, start, end and wait for the batch of each contribution since the last update.
         self._computed: list[tuple[int, float, float, float]] = []
         # Gradients that were computed before the last update, and are counted with the next one as dropped.
@@ -140,7 +141,6 @@ class QuorumEngine(Engine):
         """Opens a pass of `fit` over a data set."""
         if fit is None:
             return None
-
         # On every worker, even a late one, and not at the first batch: Keras makes iterators that it never reads, and
         # each of a shuffle draws an order.
         dataset.opened += 1
@@ -157,7 +157,7 @@ class QuorumEngine(Engine):
         the data have ended, on all workers.
         """
         self._prepare(step.model)
-        traced = QuorumStep(self._strategy, step, handle.kind.element_spec, self._sums)
+        traced = QuorumStep(self._strategy, step, handle.kind.element_spec, *self._sums)
         # Rows of tables differ in number from batch to batch.
         update = tf.function(traced.update, autograph=False, input_signature=[traced.specs])
         return lambda iterator, handle: update(self._round_of(traced, handle.of))
@@ -166,7 +166,7 @@ class QuorumEngine(Engine):
 
     def _round_of(self, traced: QuorumStep, of: PartIterator) -> list[tf.Tensor]:
         """Waits until the next update is decided; returns this worker's contribution to it, or zeros."""
-        opened_at = self._clock()
+        opened_at = time.monotonic()
         current = _Round(traced, of, self._step)
         with self._changed:
             self._round = current
@@ -187,9 +187,28 @@ class QuorumEngine(Engine):
         if verdict is None:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         self._step += 1
-        self._record(_update(verdict, self._own_gradients(verdict), self._clock(), opened_at), verdict.count)
-        is_contributor = self._worker in verdict.workers
-        return _given(current) if is_contributor else traced.nothing
+        own, now = self._own_gradients(verdict), time.monotonic()
+        update = Update(
+            step=self._step,
+            contributors=verdict.workers,
+            dropped=verdict.dropped,
+            # Synchronous policies accept gradients of the current step only.
+            staleness=(0,) * len(verdict.workers),
+            wait_secs=verdict.wait_secs,
+            spread_secs=verdict.spread_secs,
+            changes=(),
+            contributions=own,
+            time=now,
+            opened_secs=now - opened_at,
+        )
+        self._record(update, verdict.count)
+        if self._worker not in verdict.workers:
+            return traced.nothing
+        if current.contribution is None:
+            raise RuntimeError(
+                f"the quorum server counts on a contribution to step {current.step} that was never announced"
+            )
+        return current.contribution
 
     def _own_gradients(self, verdict: Verdict) -> tuple[Contribution, ...]:
         """Returns this worker's gradients that the verdict counts; the accepted one is last.
@@ -243,7 +262,7 @@ class QuorumEngine(Engine):
 
     def _contribute(self, current: _Round) -> None:
         of = current.of
-        start = self._clock()
+        start = time.monotonic()
         self._client.report(Act.STARTED, of.number, current.step)
         delay_hook.before_contribution(self._worker, next(self._attempts))
         try:
@@ -251,7 +270,7 @@ class QuorumEngine(Engine):
         except tf.errors.OutOfRangeError:
             self._client.report(Act.ENDED, of.number, current.step)
             return
-        end = self._clock()
+        end = time.monotonic()
         secs = end - start
         # By the machine's time, which may be set.
         input_secs = max(0.0, min(input_secs, secs))
@@ -261,31 +280,6 @@ class QuorumEngine(Engine):
         # Before the report: Keras' step reads it as soon as it is accepted.
         current.contribution = contribution
         self._client.report(Act.ARRIVED, of.number, current.step, examples, secs, input_secs)
-
-
-def _given(current: _Round) -> list[tf.Tensor]:
-    if current.contribution is None:
-        raise RuntimeError(
-            f"the quorum server counts on a contribution to step {current.step} that was never announced"
-        )
-    return current.contribution
-
-
-def _update(verdict: Verdict, own: tuple[Contribution, ...], now: float, opened_at: float) -> Update:
-    contributors = verdict.workers
-    return Update(
-        step=verdict.step + 1,
-        contributors=contributors,
-        dropped=verdict.dropped,
-        # Synchronous policies accept gradients of the current step only.
-        staleness=(0,) * len(contributors),
-        wait_secs=verdict.wait_secs,
-        spread_secs=verdict.spread_secs,
-        changes=(),
-        contributions=own,
-        time=now,
-        opened_secs=now - opened_at,
-    )
 
 
 # The data of a strategy with a policy: this worker's part of each batch.
@@ -335,19 +329,6 @@ class PartIterator(handles.HandleIterator):
 # update        in Keras' step, on all workers at once: sums their contributions, and applies the sum
 
 
-@dataclasses.dataclass(frozen=True)
-class QuorumSums:
-    """Functions by which a quorum all-reduce sums.
-
-    Attributes:
-      of_tensors: sums tensors over all workers, in cross-replica context.
-      of_gradients: returns what sums the dense gradients of an optimizer, if they aren't sent as they are.
-    """
-
-    of_tensors: Sum
-    of_gradients: Callable[[], SumGradients | None] = lambda: None
-
-
 class QuorumStep:
     """A Keras train step, traced for a `MultiWorkerMirroredStrategy` of one replica per worker.
 
@@ -355,16 +336,25 @@ class QuorumStep:
       strategy: the strategy.
       step: a model's `train_step`, whose optimizers were built.
       element_spec: of a worker's part of a batch, and the number of examples in all parts, or ().
-      sums: over all workers.
+      sum_over_workers: see `QuorumEngine`.
+      sum_gradients: likewise.
 
     Attributes:
       nothing: the contribution of a late worker: flat tensors.
       specs: of a flat contribution.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, step: Step, element_spec: Any, sums: QuorumSums) -> None:
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        step: Step,
+        element_spec: Any,
+        sum_over_workers: Sum,
+        sum_gradients: Callable[[], SumGradients | None],
+    ) -> None:
         self._strategy = strategy
-        self._sums = sums
+        self._sum_over_workers = sum_over_workers
+        self._sum_gradients = sum_gradients
         self._replica = replicas.in_sync_group(strategy, 0)
         self._device = strategy.extended.worker_devices[0]
         count = strategy.num_replicas_in_sync
@@ -375,7 +365,8 @@ class QuorumStep:
         self._contribute = self._step.settled(lambda: one_replica.trace(strategy, self._contribute_next, specs))
         self.specs = [tf.TensorSpec(output.shape, output.dtype) for output in self._contribute.outputs[1:]]
         with tf.init_scope():
-            self.nothing = [_nothing(spec) for spec in self.specs]
+            # Only sparse gradients have an unknown number of rows, which is 0 here.
+            self.nothing = [tf.zeros([size or 0 for size in spec.shape], spec.dtype) for spec in self.specs]
 
     def contribute(self, iterator: Any) -> tuple[list[tf.Tensor], int, float]:
         """Computes a contribution from the next batch of an iterator.
@@ -401,39 +392,32 @@ class QuorumStep:
           The result of Keras' step for all workers together.
         """
         with writes_after_inputs({self._device: list(flat)}):
-            return self._update(flat)
+            own = tf.nest.pack_sequence_as(self._template, flat, expand_composites=True)
+            # This worker's own counts so far: their sum over workers is part of the gradients' all-reduce.
+            counters = [one_replica.copies_of(variable)[0] for variable in self._step.counters]
+            before = [tf.convert_to_tensor(counter) for counter in counters]
+            sent, sum_gradients = own._replace(counts=[*before, *own.counts]), self._sum_gradients()
+            total = self._add_up_encoded(sent, sum_gradients) if sum_gradients else self._add_up(sent)
+            before, new = total.counts[: len(counters)], total.counts[len(counters) :]
+            new = self._step.counts(total._replace(counts=new))
+            total = total._replace(counts=[old + tf.cast(add, old.dtype) for old, add in zip(before, new, strict=True)])
+            with self._as_replica():
+                apply = one_replica.apply_to_copies(self._strategy)
+                self._step.update(total, are_final=sum_gradients is not None, apply=apply)
+                for counter, count in zip(counters, self._step.counts(own._replace(weight=total.weight)), strict=True):
+                    counter.assign_add(tf.cast(count, counter.dtype))
+                return self._step.logs(total, total.counts)
 
-    def _update(self, flat: Sequence[tf.Tensor]) -> Any:
-        own = self._pack(flat)
-        # This worker's own counts so far: their sum over workers is part of the gradients' all-reduce.
-        counters = [one_replica.copies_of(variable)[0] for variable in self._step.counters]
-        before = [tf.convert_to_tensor(counter) for counter in counters]
-        sent, sum_gradients = own._replace(counts=[*before, *own.counts]), self._sums.of_gradients()
-        total = self._add_up_encoded(sent, sum_gradients) if sum_gradients else self._add_up(sent)
-        before, new = total.counts[: len(counters)], total.counts[len(counters) :]
-        new = self._step.counts(total._replace(counts=new))
-        total = total._replace(counts=[old + tf.cast(add, old.dtype) for old, add in zip(before, new, strict=True)])
-        with self._as_replica():
-            apply = one_replica.apply_to_copies(self._strategy)
-            self._step.update(total, are_final=sum_gradients is not None, apply=apply)
-            for counter, count in zip(counters, self._step.counts(own._replace(weight=total.weight)), strict=True):
-                counter.assign_add(tf.cast(count, counter.dtype))
-            return self._step.logs(total, total.counts)
-
-    def _add_up(
-        self, own: contribution.ReplicaContribution, left_out: Sequence[int] = ()
-    ) -> contribution.ReplicaContribution:
-        """Returns the sum over all workers; None for the gradients of these indices."""
-        sparse = {index for index, each in enumerate(own.gradients) if isinstance(each, tf.IndexedSlices)}
-        dense = [index for index in range(len(own.gradients)) if index not in sparse and index not in left_out]
-        rest = own._replace(gradients=[own.gradients[index] for index in dense])
-        sums = tf.nest.pack_sequence_as(rest, buckets.sum_in_buckets(tf.nest.flatten(rest), self._sums.of_tensors))
-        gradients: list[Any] = [None] * len(own.gradients)
-        for index, total in zip(dense, sums.gradients, strict=True):
-            gradients[index] = total
-        variables = self._step.variables()
-        for index in sorted(sparse):
-            gradients[index] = self._add_up_rows(own.gradients[index], variables[index].shape)
+    def _add_up(self, own: contribution.ReplicaContribution) -> contribution.ReplicaContribution:
+        """Returns the sum over all workers; a gradient may be None."""
+        rest = own._replace(gradients=[each for each in own.gradients if isinstance(each, tf.Tensor)])
+        sums = tf.nest.pack_sequence_as(rest, buckets.sum_in_buckets(tf.nest.flatten(rest), self._sum_over_workers))
+        gradients, dense = [*own.gradients], iter(sums.gradients)
+        for index, (gradient, variable) in enumerate(zip(own.gradients, self._step.variables(), strict=True)):
+            if isinstance(gradient, tf.IndexedSlices):
+                gradients[index] = self._add_up_rows(gradient, variable.shape)
+            elif gradient is not None:
+                gradients[index] = next(dense)
         return sums._replace(gradients=gradients)
 
     def _add_up_encoded(
@@ -441,8 +425,8 @@ class QuorumStep:
     ) -> contribution.ReplicaContribution:
         """Does the same in two rounds: a codec keeps parts of the gradients that the optimizer is given in the end."""
         calls, variables = self._step.calls(), self._step.variables()
-        encoded = [index for index, each in enumerate(own.gradients) if isinstance(each, tf.Tensor)]
-        total = self._add_up(own, encoded)
+        rows = [None if isinstance(each, tf.Tensor) else each for each in own.gradients]
+        total = self._add_up(own._replace(gradients=rows))
         # Several calls may be equal.
         unique = {id(each): each for each in calls}
         factors = {key: self._step.factor(total, call) for key, call in unique.items()}
@@ -451,7 +435,7 @@ class QuorumStep:
             for given, each, call in zip(own.gradients, total.gradients, calls, strict=True)
         ]
         for call in unique.values():
-            chosen = [index for index in encoded if calls[index] is call]
+            chosen = [index for index, each in enumerate(rows) if each is None and calls[index] is call]
             given = [final[index] for index in chosen], [variables[index] for index in chosen]
             for index, found in zip(chosen, sum_gradients(call.optimizer, *given), strict=True):
                 final[index] = found
@@ -479,23 +463,14 @@ class QuorumStep:
         with self._as_replica(), losses.counted_as_one(self._strategy):
             found = self._step.contribute(batch, batch_rows)
         # The shape of the table must not be summed.
-        self._template = found._replace(gradients=[_without_shape(gradient) for gradient in found.gradients])
+        gradients = [
+            tf.IndexedSlices(each.values, each.indices) if isinstance(each, tf.IndexedSlices) else each
+            for each in found.gradients
+        ]
+        self._template = found._replace(gradients=gradients)
         return self._template
 
     @contextlib.contextmanager
     def _as_replica(self) -> Iterator[None]:
         with tf.device(self._device), tf.distribute.ReplicaContext(self._strategy, self._replica):
             yield
-
-    def _pack(self, flat: Sequence[tf.Tensor]) -> contribution.ReplicaContribution:
-        return tf.nest.pack_sequence_as(self._template, flat, expand_composites=True)
-
-
-def _without_shape(gradient: Any) -> Any:
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
-    return tf.IndexedSlices(gradient.values, gradient.indices) if is_sparse else gradient
-
-
-def _nothing(spec: tf.TensorSpec) -> tf.Tensor:
-    # Only sparse gradients have an unknown number of rows, which is 0 here.
-    return tf.zeros([size or 0 for size in spec.shape], spec.dtype)

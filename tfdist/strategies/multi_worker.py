@@ -21,7 +21,7 @@ from tfdist.coordination import stalls
 from tfdist.coordination.quorum import QuorumServer
 from tfdist.engines.agreement import Agreement
 from tfdist.engines.averaging import AveragingEngine
-from tfdist.engines.quorum import QuorumEngine, QuorumSums
+from tfdist.engines.quorum import QuorumEngine
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.passes import handle as handles
 from tfdist.passes import progress, splitting
@@ -268,9 +268,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         client, self._quorum_server = _multi_worker_cluster.connect_quorum(
             policy, cluster, self._agreement, stall_timeout_secs
         )
-        sums = QuorumSums(self._sum_over_workers, lambda: self._sum_gradients)
-        worker = cluster.training_tasks.index(cluster.task)
-        self._quorum = QuorumEngine(self, worker, client, sums, self._prepare, self._record, self._agreement)
+        worker, sums = cluster.training_tasks.index(cluster.task), (self._sum_over_workers, lambda: self._sum_gradients)
+        self._quorum = QuorumEngine(self, worker, client, *sums, self._prepare, self._record, self._agreement)
         self._quorum.start()
         self.distribution.on_close += [self._quorum_server.close] if self._quorum_server else []
         _forks.at_exit(self.distribution.close)
