@@ -150,28 +150,40 @@ class WarmupEngine(Engine):
 
     def prepared(self, step: Step, handle: handles.BatchHandle) -> Callable[[Any, Any], Any]:
         """See `Engine.prepared`. A step returns zeros where the process waits."""
-        (count, _, _, is_whole), model = handle.kind.form, step.model
+        (count, _, is_to_be_read, is_whole), model = handle.kind.form, step.model
         if count == 1:
             check_model(self._strategy, model)
             build_optimizer(self._strategy, model)
-        if not handle.content:
-            alone = functools.partial(self._alone, step)
-            zeros = one_replica.zeros_of(alone, handle.kind.element_spec[0])
+        spec, content = handle.kind.element_spec, handle.whole
+        if not content:
+            zeros = one_replica.zeros_of(functools.partial(self._alone, step), spec[0])
             return lambda iterator, handle: zeros
-        spec, total = handle.content_spec, self._warmup.total_num_replicas
+        spec = [tf.type_spec_from_value(each) if is_to_be_read else spec for each in content]
 
         def update(*flat: tf.Tensor) -> Any:
             content = tf.nest.pack_sequence_as(spec, flat, expand_composites=True)
-            return self._update(step, count, parts_of_replicas(content, is_whole, self._replicas, total))
+            return self._update(step, count, self._parts(content, is_whole))
 
         if not model.run_eagerly:
             specs = tf.nest.flatten(spec, expand_composites=True)
             update = tf.function(update, specs, autograph=False, jit_compile=model.jit_compile)
-        return lambda iterator, handle: update(*handle.flat)
+        return lambda iterator, handle: update(*splitting.flat(handle.whole))
 
     def _alone(self, step: Step, part: Any) -> Any:
         with one_replica.alone(step.model, self._strategy):
             return tf.nest.map_structure(tf.convert_to_tensor, step.function(handles.without_optionals(part)))
+
+    def _parts(self, content: list[Any], is_whole: bool) -> list[Any]:
+        """The parts of this process' replicas, of what `WarmupIterator.handle` gives a step; in a graph or outside."""
+        with tf.device("/device:CPU:0"):
+            if _is_to_be_read(content):
+                content = _read(content)
+            if is_whole:
+                total = self._warmup.total_num_replicas
+                parts = [splitting.cut(content[0], replica, total) for replica in self._replicas]
+            else:
+                parts = content if len(content) > 1 else content[0][: len(self._replicas)]
+        return [handles.without_optionals(part) for part in parts]
 
     def _update(self, step: Step, count: int, parts: list[Any]) -> Any:
         """Makes an update of so many replicas from the parts of this process, in a graph or eagerly."""
@@ -308,13 +320,13 @@ class WarmupIterator(handles.HandleIterator):
         return self._iterators
 
     def handle(self, engine: Any, count: int, is_read: bool) -> handles.BatchHandle:
-        """A handle of the next batch, which there is.
+        """A handle of the next batch, which there is. Its `whole` has elements of the data, or iterators for the step.
 
         Args:
           engine: runs the step.
           count: number of replicas that take part.
-          is_read: whether this process reads it, or the step from the iterators, which is quicker; if not, it is read
-            when a later one is.
+          is_read: whether this process reads it, or the step from the iterators, which is quicker; if not, `whole` is
+            empty, and it is read when a later one is.
         """
         content = (self._ahead or self.iterators()) if is_read else []
         self._num_skipped += not (is_read or self._ahead)
@@ -324,51 +336,7 @@ class WarmupIterator(handles.HandleIterator):
         key = count, len(content), _is_to_be_read(content)
         if key not in self._kinds:
             self._kinds[key] = handles.kind_of(engine, self.element_spec, (*key, self.dataset.is_whole))
-        return WarmupHandle(self._kinds[key], self, content)
-
-
-class WarmupHandle(handles.BatchHandle):
-    """Handle of a batch in the phase.
-
-    Args:
-      kind: see `BatchHandle`.
-      of: see `BatchHandle`.
-      content: elements of the data, or iterators that the step reads; empty where the process waits.
-    """
-
-    def __init__(self, kind: handles.HandleKind, of: WarmupIterator, content: list[Any]) -> None:
-        super().__init__(kind, of)
-        self.content = content
-
-    @property
-    def content_spec(self) -> list[tf.TypeSpec]:
-        """The `tf.TypeSpec`s of the content."""
-        is_to_be_read, spec = _is_to_be_read(self.content), self.kind.element_spec
-        return [tf.type_spec_from_value(each) if is_to_be_read else spec for each in self.content]
-
-    @property
-    def flat(self) -> list[tf.Tensor]:
-        """The content as flat tensors."""
-        return splitting.flat(self.content)
-
-
-def parts_of_replicas(content: list[Any], is_whole: bool, replicas: Sequence[int], num_replicas: int) -> list[Any]:
-    """The parts of this process' replicas, in a graph or outside.
-
-    Args:
-      content: of a handle.
-      is_whole: see `WarmupDataset`.
-      replicas: numbers of this process' replicas.
-      num_replicas: number of replicas in all processes.
-    """
-    with tf.device("/device:CPU:0"):
-        if _is_to_be_read(content):
-            content = _read(content)
-        if is_whole:
-            parts = [splitting.cut(content[0], replica, num_replicas) for replica in replicas]
-        else:
-            parts = content if len(content) > 1 else content[0][: len(replicas)]
-    return [handles.without_optionals(part) for part in parts]
+        return handles.BatchHandle(self._kinds[key], self, content)
 
 
 def _read(iterators: Sequence[Any]) -> list[Any]:
