@@ -151,7 +151,7 @@ class Agreement:
           RuntimeError: workers have come here from different calls, such as `evaluate` and `fit`.
         """
         number, key = self._next_key(what)
-        self._set(f"{key}/{self.task}", [self.call(), value])
+        context.set_key(f"{key}/{self.task}", json.dumps([self.call(), value]))
         found = {task: json.loads(self._get(f"{key}/{task}", what, number, [task])) for task in self.tasks}
         calls = {str(task): call for task, (call, _) in found.items()}
         if len(set(calls.values())) > 1:
@@ -170,7 +170,7 @@ class Agreement:
         self.numbers.update((place, named))
         number, key = self.numbers[place], f"{named}/{self.numbers[named]}"
         if self.is_chief:
-            self._set(f"{place}/begun/{number}", None)
+            context.set_key(f"{place}/begun/{number}", json.dumps(None))
             return self._give(value, key, f"{place}/ended/{number}")
 
         def of_any_name() -> str | None:
@@ -197,7 +197,7 @@ class Agreement:
             raise
         finally:
             for key in keys:
-                self._set(key, result)
+                context.set_key(key, json.dumps(result))
         return result["value"]
 
     # The key-value store.
@@ -234,9 +234,6 @@ class Agreement:
     def _next_key(self, what: str) -> tuple[int, str]:
         self.count += 1
         return self.count, f"tfdist/{self.count}/{what}"
-
-    def _set(self, key: str, value: Any) -> None:
-        context.set_key(key, json.dumps(value))
 
     def _get(self, key: str, what: str, number: int, awaited: Sequence[Task], otherwise: _Find = lambda: None) -> str:
         with self.joint(what, number, awaited), self.reporter.waiting(what):

@@ -235,9 +235,7 @@ def zeros_of(function: Callable[[Any], Any], spec: Any) -> Any:
 
 
 def _optimizers(model: keras.Model) -> list[Any]:
-    optimizers = optimizers_of(model)
-    parts = [part for optimizer in optimizers for part in parts_of(optimizer)]
-    return list({id(part): part for part in parts}.values())
+    return [part for optimizer in optimizers_of(model) for part in parts_of(optimizer)]
 
 
 # The copies of a Keras variable on the devices of this process, and how all copies get one value.
@@ -265,8 +263,7 @@ def counts(metric: Any) -> bool:
 
 def own_sum(variable: Any) -> tf.Tensor:
     """The sum over the copies in this process; int64 of integers."""
-    values = [_summable(copy) for copy in copies_of(variable)]
-    return values[0] if len(values) == 1 else tf.add_n(values)
+    return tf.add_n([_summable(copy) for copy in copies_of(variable)])
 
 
 def assign_all(variable: Any, value: tf.Tensor) -> None:
