@@ -47,7 +47,7 @@ class Looks(keras.callbacks.Callback):
         if self.seen == 9:
             # In the third step of a period the workers differ.
             report("apart", values(self.model.weights))
-            self.model.save(shared / "in the middle.keras")
+            keras.saving.save_model(self.model, shared / "in the middle.keras")
             on_all("after saving", self.model)
             loaded = keras.models.load_model(shared / "in the middle.keras")
             on_all("loaded", loaded)

@@ -30,7 +30,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import patching
-from tfdist.compat.keras import calls, optimizers
+from tfdist.compat.keras import calls, optimizers, saving
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import inputs
 from tfdist.engines import averaging_step
@@ -44,8 +44,6 @@ from tfdist.step import losses, replicas, step_times, trials
 from tfdist.step.step import Step
 
 _AVERAGE = "_tfdist_average"
-# Calls that read a model's variables, in which all workers must take part anyway.
-_READERS = ("save", "save_weights", "export")
 
 
 class AveragingEngine(Engine):
@@ -85,6 +83,7 @@ class AveragingEngine(Engine):
         # The model of a `fit` that has raised, until its replicas are alike again.
         self._interrupted: keras.Model | None = None
         self._counts: list[Count] = []
+        saving.before_saves(self._before_save)
 
     # Called by the strategy.
 
@@ -187,6 +186,11 @@ class AveragingEngine(Engine):
                     average.finish()
         self._interrupted = None if is_interrupted else self._interrupted
 
+    def _before_save(self, model: keras.Model) -> None:
+        # All workers must take part anyway.
+        if model is self._model:
+            self.synchronize()
+
     def variables(self, model: keras.Model) -> list[Any]:
         """The Keras variables that the averages of this model depend on, besides its own and its optimizers'."""
         with self._strategy.scope():
@@ -221,34 +225,11 @@ class AveragingEngine(Engine):
 
 
 class _Settling(keras.callbacks.Callback):
-    """Averages before anything else reads the model, so that other callbacks and methods see averages only.
-
-    Args:
-      engine: averages.
-    """
+    """Averages before anything else reads the model, so that other callbacks see averages only."""
 
     def __init__(self, engine: AveragingEngine) -> None:
         super().__init__()
         self._engine = engine
-        self._put: list[str] = []
-
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        for name in _READERS:
-            reader = getattr(model, name)
-            if not hasattr(reader, _AVERAGE):
-                read = self._settling(reader)
-                # Of this one model, or None.
-                patching.put(read, _AVERAGE, patching.get(model, name))
-                patching.put(model, name, read)
-                self._put.append(name)
-
-    def _settling(self, reader: Callable[..., Any]) -> Callable[..., Any]:
-        def read(*args: Any, **kwargs: Any) -> Any:
-            self._engine.synchronize()
-            return reader(*args, **kwargs)
-
-        return read
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Before Keras resets the metrics, which the average adds up."""
@@ -262,14 +243,8 @@ class _Settling(keras.callbacks.Callback):
             logs.update({name: value for name, value in shown.items() if name in logs})
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Leaves the model as it was."""
+        """Averages before others look at the trained model."""
         self._engine.finish()
-        for name in self._put:
-            found = patching.get(self.model, name)
-            if hasattr(found, _AVERAGE):
-                patching.remove(self.model, name)
-                if (before := getattr(found, _AVERAGE)) is not None:
-                    patching.put(self.model, name, before)
 
 
 # The data of a strategy whose replicas train alone: `fit` reads them without asking anybody.

@@ -90,6 +90,15 @@ def _in_scratch(path: Any) -> str:
 # Saving: save_model(model, filepath, ...) and its like.
 
 
+_before = calls.Listeners()
+
+
+def before_saves(listener: Callable[[Any], None]) -> None:
+    """Calls a bound method with the model before each save of this process by Keras, as long as its owner lives."""
+    _wrap_writers()
+    _before.add(listener)
+
+
 # Given the strategy of the model, the path, the monotonic time of the begin, and the seconds that the save took.
 Listener = Callable[[Any, str, float, float], None]
 _listeners = calls.Listeners()
@@ -118,6 +127,7 @@ def _saving(original: Any, call: str, model: Any, filepath: Any, *args: Any, **k
     def write(path: Any) -> Any:
         return original(model, path, *args, **kwargs)
 
+    _before.call(model)
     if not isinstance(filepath, str | os.PathLike):
         return write(filepath)
     agreement, path = _agreement(model), os.fspath(filepath)
