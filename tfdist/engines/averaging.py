@@ -33,14 +33,13 @@ from tfdist.compat import patching
 from tfdist.compat.keras import calls, optimizers, saving
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import inputs
-from tfdist.engines import averaging_step
 from tfdist.engines.averaging_step import Average, Count
 from tfdist.engines.base import Engine
 from tfdist.passes import splitting
 from tfdist.passes.handle import DistributedDataset
 from tfdist.passes.shares import ReplicaPart, Sum
 from tfdist.policies.parameter_averaging import ParameterAveraging
-from tfdist.step import losses, replicas, step_times, trials
+from tfdist.step import replicas, step_times, trials
 from tfdist.step.step import Step
 
 _AVERAGE = "_tfdist_average"
@@ -54,8 +53,6 @@ class AveragingEngine(Engine):
       policy: says when to average, and what.
       replicas: which parts of a batch this worker's replicas take.
       sum_over_workers: sums tensors over all workers, in cross-replica context.
-      num_workers: on how many the replicas are.
-      prepare: checks and builds a model before its step is traced.
       times: takes the times of the steps.
       sum_differences: see `averaging_step.Average`.
     """
@@ -66,19 +63,14 @@ class AveragingEngine(Engine):
         policy: ParameterAveraging,
         replicas: Sequence[int],
         sum_over_workers: Sum,
-        num_workers: int,
-        prepare: Callable[[keras.Model], None],
         times: step_times.StepClock,
         sum_differences: Callable[[], optimizers.SumGradients | None] | None = None,
     ) -> None:
         self._strategy = strategy
-        self._policy = policy
         self._replicas = tuple(replicas)
-        self._sum_over_workers = sum_over_workers
-        self._num_workers = num_workers
-        self._prepare = prepare
         self._times = times
-        self._sum_differences = sum_differences
+        # The model follows.
+        self._make_average = functools.partial(Average, strategy, policy, sum_over_workers, times, sum_differences)
         self._model: keras.Model | None = None
         # The model of a `fit` that has raised, until its replicas are alike again.
         self._interrupted: keras.Model | None = None
@@ -110,30 +102,32 @@ class AveragingEngine(Engine):
         """Makes a step alone, and averages if it is time; in cross-replica context, in a graph or eagerly.
 
         Args:
-          step: a model's `train_step`.
+          step: a model's `train_step`; the model and its optimizers were built.
           handle: an element of a data set of this engine.
 
         Returns:
           The logs: the same on all workers.
         """
-        model = step.model
-        self._prepare(model)
-        num_replicas = self._strategy.num_replicas_in_sync
         with replicas.writes_after_inputs(dict.fromkeys(self._strategy.extended.worker_devices, handle)):
-            average = self._average_of(model)
-            parts = parts_of_replicas(handle.given, self._replicas, num_replicas)
-            sums = trials.sums_in(self._strategy, step, parts[0].batch, num_replicas)
-            average.begin_step()
-            times = self._times.begin(tf.stack([handle.called, handle.got]))
-            results = averaging_step.step_alone(self._strategy, step, parts, times.hand_in, sums)
-            times.keep(results)
-            shares = [losses.share_of_batch(part.batch, part.total, num_replicas) for part in parts]
-            return average.end_step(results, shares, step.is_of_keras)
+            average, parts = self._average_of(step.model), self._parts(handle.given)
+            sums = trials.sums_in(self._strategy, step, parts[0].batch, self._strategy.num_replicas_in_sync)
+            return average.step(step, parts, self._times.begin(tf.stack([handle.called, handle.got])), sums)
+
+    def _parts(self, given: Any) -> list[ReplicaPart]:
+        """The parts that the replicas of this worker train on, of a batch or `Own`."""
+        num_replicas = self._strategy.num_replicas_in_sync
+        if not isinstance(given, Own):
+            with tf.device("/device:CPU:0"):
+                total = splitting.rows(given)
+                return [ReplicaPart(splitting.cut(given, replica, num_replicas), total) for replica in self._replicas]
+        rows = [splitting.rows(batch) for batch in given.parts]
+        is_all = len(rows) == num_replicas and None not in rows
+        return [ReplicaPart(batch, tf.add_n(rows) if is_all else None) for batch in given.parts]
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this worker has sent for averages so far; as many as each other one."""
-        return sum(count.bytes_sent for count in self._counts)
+        return sum(int(count.bytes_sent.numpy()) for count in self._counts)
 
     def complete(self, report: Any) -> Any:
         """A `tfdist.telemetry.Report`, and the steps since the last average, or whose times are not kept."""
@@ -217,8 +211,7 @@ class AveragingEngine(Engine):
     def _average_of(self, model: keras.Model) -> Average:
         average = getattr(model, _AVERAGE, None)
         if average is None or not average.is_of(optimizers.optimizers_of(model)):
-            sums = self._sum_over_workers, self._num_workers, self._times, self._sum_differences
-            average = Average(self._strategy, model, self._policy, *sums)
+            average = self._make_average(model)
             self._counts.append(average.count)
             patching.put(model, _AVERAGE, average)
         return average
@@ -261,20 +254,3 @@ class Own(NamedTuple):
     """
 
     parts: tuple[Any, ...]
-
-
-def parts_of_replicas(given: Any, replicas: Sequence[int], num_replicas: int) -> list[ReplicaPart]:
-    """Returns the parts of a batch that the replicas of this worker train on.
-
-    Args:
-      given: a batch, or `Own`.
-      replicas: which parts of a whole batch they take.
-      num_replicas: replicas on all workers.
-    """
-    if not isinstance(given, Own):
-        with tf.device("/device:CPU:0"):
-            total = splitting.rows(given)
-            return [ReplicaPart(splitting.cut(given, replica, num_replicas), total) for replica in replicas]
-    rows = [splitting.rows(batch) for batch in given.parts]
-    is_all = len(rows) == num_replicas and None not in rows
-    return [ReplicaPart(batch, tf.add_n(rows) if is_all else None) for batch in given.parts]

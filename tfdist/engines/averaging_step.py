@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -37,28 +37,18 @@ from tfdist.step.step import Step
 from tfdist.transport import buckets
 
 
-@dataclasses.dataclass(eq=False)
-class Count:
-    """Counters of a model's training; they hold no reference to the model.
+class Count(NamedTuple):
+    """Counters of a model's training, int64; they hold no reference to the model.
 
     Attributes:
       alone: steps since the last average.
       steps: steps that each replica has made.
-      averages: averages made.
-      bytes_each: bytes that a worker sends over the network for an average.
-      bytes_more: bytes that it has sent besides.
+      bytes_sent: bytes that this worker has sent over the network; each other worker has sent as many.
     """
 
     alone: tf.Variable
     steps: tf.Variable
-    averages: tf.Variable
-    bytes_each: int = 0
-    bytes_more: int = 0
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this worker has sent; each other worker has sent as many."""
-        return int(self.averages.numpy()) * self.bytes_each + self.bytes_more
+    bytes_sent: tf.Variable
 
 
 class Average:
@@ -66,13 +56,12 @@ class Average:
 
     Args:
       strategy: the strategy.
-      model: a Keras model, whose optimizers were built.
       policy: says when, and what becomes of the optimizers' slots.
       sum_over_workers: sums tensors over all workers, in cross-replica context.
-      num_workers: on how many the replicas are.
       times: takes the times of the steps.
       sum_differences: returns a function that sums over all workers the change of an optimizer's parameters since the
         last average; None to sum parameters as they are. Called while an average is traced.
+      model: a Keras model, whose optimizers were built.
 
     Attributes:
       count: what was done so far.
@@ -81,35 +70,32 @@ class Average:
     def __init__(
         self,
         strategy: Any,
-        model: keras.Model,
         policy: ParameterAveraging,
         sum_over_workers: Sum,
-        num_workers: int,
         times: step_times.StepClock,
-        sum_differences: Callable[[], SumGradients | None] | None = None,
+        sum_differences: Callable[[], SumGradients | None] | None,
+        model: keras.Model,
     ) -> None:
         self._strategy = strategy
         self._model = model
         self._policy = policy
         self._sum_over_workers = sum_over_workers
-        self._num_workers = num_workers
+        self._num_workers = replicas.worker_count(strategy)
         self._times = times
         self._sum_differences = sum_differences
         self._optimizers = optimizers_of(model)
         self._state = sort_state(model, policy.optimizer_state)
         self.count = graphs.call_outside(lambda: Count(*(_zeros([], tf.int64) for _ in range(3))))
-        self._last_average = self._outer = None
-        if policy.outer != "mean" or sum_differences:
-            self._last_average = LastAverage(strategy, self._state.parameters)
-            if policy.outer != "mean":
-                self._outer = Outer(strategy, policy.make_outer, self._last_average)
+        make_outer = None if policy.outer == "mean" else policy.make_outer
+        is_needed = make_outer or sum_differences
+        self._last_average = LastAverage(strategy, self._state.parameters, make_outer) if is_needed else None
         # Results of the last step, times the shares of its replicas, unless metrics have them; and the logs to show.
         self._last: list[tf.Variable] = []
         self._shown: list[tf.Variable] = []
         self._counters: list[Any] | None = None
         self._structure: Any = None
-        self._synchronize: Callable[[], Any] | None = None
-        self._finish: Callable[[], Any] | None = None
+        self._synchronize: Callable[[bool], Any] | None = None
+        self._finish = tf.function(self._average_local, autograph=False)
 
     def is_of(self, optimizers: Sequence[Any]) -> bool:
         """Returns True if it averages for these optimizers: `compile` may have brought others."""
@@ -123,46 +109,44 @@ class Average:
     @property
     def variables(self) -> list[Any]:
         """The outer optimizer's Keras variables, if there is one."""
-        return self._outer.variables if self._outer is not None else []
+        outer = None if self._last_average is None else self._last_average.outer
+        return [] if outer is None else outer.variables
 
-    def begin_step(self) -> None:
-        """To be called, in cross-replica context, before the replicas make a step alone."""
-        if self._last_average is not None:
-            tf.cond(tf.equal(self.count.alone, 0), self._last_average.remember, _nothing)
-
-    def end_step(self, results: Sequence[Any], shares: Sequence[Any], is_stock: bool) -> Any:
-        """To be called after it. Averages if it is time.
+    def step(self, step: Step, parts: Sequence[ReplicaPart], times: step_times.TimedStep, sums: losses.Sums) -> Any:
+        """Makes a step on each replica of this worker, and averages if it is time; in cross-replica context.
 
         Args:
-          results: what the step returned on each replica of this worker.
-          shares: the part of the batch that each of them had.
-          is_stock: True if the results are those of the model's metrics.
+          step: see `step_alone`.
+          parts: likewise.
+          times: takes the times of this step.
+          sums: see `step_alone`.
 
         Returns:
           The logs: of all steps so far on one worker; on several, of those up to the last average.
         """
-        counters = _counters(self._model) if is_stock else None
+        if self._last_average is not None:
+            tf.cond(tf.equal(self.count.alone, 0), self._last_average.remember, _nothing)
+        results = step_alone(self._strategy, step, parts, times.hand_in, sums)
+        times.keep(results)
+        counters = _counters(self._model) if step.is_of_keras else None
         if [id(each) for each in counters or []] != [id(each) for each in self._counters or []]:
             # `compile` has brought other metrics.
             self._synchronize = None
         self._counters, self._structure = counters, results[0]
-        last = [] if self._counters is not None else _mean(results, shares)
+        last = [] if self._counters is not None else _mean(results, parts, self._strategy.num_replicas_in_sync)
         self.count.steps.assign_add(1)
         self.count.alone.assign_add(1)
-        if self._num_workers == 1:
-            self._average_if_due(lambda: self._average([]))
-            return self._logs(self._counts() or last)
-        self._make_logs(last)
-        for variable, value in zip(self._last, last, strict=True):
-            variable.assign(value)
-        self._average_if_due(lambda: self._average(self._shown))
-        return tf.nest.pack_sequence_as(self._structure, [tf.identity(variable) for variable in self._shown])
-
-    def _average_if_due(self, average: Callable[[], tf.Tensor]) -> None:
+        if self._num_workers > 1:
+            self._make_logs(last)
+            for variable, value in zip(self._last, last, strict=True):
+                variable.assign(value)
         if self._policy.every_steps == 1:
-            average()
+            self._average()
         else:
-            tf.cond(self.count.alone >= self._policy.every_steps, average, _nothing)
+            tf.cond(self.count.alone >= self._policy.every_steps, self._average, _nothing)
+        if self._num_workers == 1:
+            return self._logs(self._counts() or last)
+        return tf.nest.pack_sequence_as(self._structure, [tf.identity(variable) for variable in self._shown])
 
     def synchronize(self, is_interrupted: bool = False) -> None:
         """Averages if a step was made since the last average; outside of a graph.
@@ -175,20 +159,15 @@ class Average:
         """
         if self.is_synchronized:
             return
-        if is_interrupted:
-            tf.function(lambda: self._average(self._shown, as_they_are=True, with_outer=False), autograph=False)()
-            return
         synchronize = self._synchronize = self._synchronize or tf.function(
-            lambda: self._average(self._shown, as_they_are=True), autograph=False
+            lambda with_outer: self._average(as_they_are=True, with_outer=with_outer), autograph=False
         )
-        synchronize()
+        synchronize(not is_interrupted)
 
     def finish(self) -> None:
         """Averages the state that is not averaged in between; outside of a graph."""
         if self._state.local:
-            finish = self._finish = self._finish or tf.function(self._average_local, autograph=False)
-            finish()
-            self.count.bytes_more += self._bytes_of(self._state.local)
+            self._finish()
 
     def shown(self) -> dict[str, float]:
         """The logs of the last average, if they are plain numbers that no metric keeps; on several workers only."""
@@ -200,32 +179,31 @@ class Average:
 
     # Traced code.
 
-    def _average(self, shown: Sequence[tf.Variable], as_they_are: bool = False, with_outer: bool = True) -> tf.Tensor:
-        """Makes the average; `shown` are the logs to renew."""
+    def _average(self, as_they_are: bool = False, with_outer: bool = True) -> tf.Tensor:
+        """Makes the average, and renews the logs to show."""
         averaged, count = self._state.averaged, len(self._state.parameters)
-        logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if shown else []
-        own = [self._own_sum(variable) for variable in averaged]
-        self.count.bytes_each = self._bytes_of([*own, *logs])
+        logs = (self._counts() or [tf.identity(variable) for variable in self._last]) if self._shown else []
+        own = self._own_sums(averaged)
         period = step_times.Period(self._times, [*own, *logs])
         sum_differences = None if as_they_are or self._sum_differences is None else self._sum_differences()
-        sums: list[tf.Tensor] = []
-        if self._last_average is not None and sum_differences is not None:
-            sums = self._sum_by_differences(sum_differences, own[:count], self._last_average)
+        sums, last = list[tf.Tensor](), self._last_average
+        if last is not None and sum_differences is not None:
+            sums = self._sum_by_differences(sum_differences, own[:count], last)
         sums += buckets.sum_in_buckets([*own[len(sums) :], *logs, *period.vector], self._sum_over_workers)
         period.end(sums[len(own) + len(logs) :], sums)
         means = [_divided(total, self._strategy.num_replicas_in_sync) for total in sums[: len(averaged)]]
-        if self._outer is not None and with_outer:
-            means[:count] = self._outer.move(means[:count])
+        if last is not None and last.outer is not None and with_outer:
+            means[:count] = last.moved(means[:count])
         for variable, mean in zip(averaged, means, strict=True):
             one_replica.assign_all(variable, mean)
         for variable, value in self._state.reset:
             one_replica.assign_all(variable, tf.fill(variable.shape, tf.cast(value, variable.dtype)))
-        if shown:
+        if self._shown:
             found = sums[len(averaged) : len(averaged) + len(logs)]
-            for variable, value in zip(shown, tf.nest.flatten(self._logs(found)), strict=True):
+            for variable, value in zip(self._shown, tf.nest.flatten(self._logs(found)), strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
         self.count.alone.assign(0)
-        self.count.averages.assign_add(1)
+        self._count_bytes([*own, *logs])
         return tf.constant(0)
 
     def _sum_by_differences(
@@ -255,23 +233,21 @@ class Average:
                     sums[index] = num_all * begun[index] + total
         return sums
 
-    def _average_local(self) -> tf.Tensor:
-        sums = buckets.sum_in_buckets(
-            [self._own_sum(variable) for variable in self._state.local], self._sum_over_workers
-        )
+    def _average_local(self) -> None:
+        sums = buckets.sum_in_buckets(self._own_sums(self._state.local), self._sum_over_workers)
         for variable, total in zip(self._state.local, sums, strict=True):
             one_replica.assign_all(variable, _divided(total, self._strategy.num_replicas_in_sync))
-        return tf.constant(0)
+        self._count_bytes(self._state.local)
 
-    def _own_sum(self, variable: Any) -> tf.Tensor:
-        """The sum over this worker's replicas."""
+    def _own_sums(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        """The sums over this worker's replicas."""
         with tf.device(self._strategy.extended.worker_devices[0]):
-            return one_replica.own_sum(variable)
+            return [one_replica.own_sum(variable) for variable in variables]
 
-    def _bytes_of(self, tensors: Sequence[Any]) -> int:
+    def _count_bytes(self, tensors: Sequence[Any]) -> None:
         size = sum(tf.TensorShape(each.shape).num_elements() * tf.as_dtype(each.dtype).size for each in tensors)
         # In a ring each worker passes on all parts but one, twice: to add them up, and to hand out the sums.
-        return 2 * size * (self._num_workers - 1) // self._num_workers
+        self.count.bytes_sent.assign_add(2 * size * (self._num_workers - 1) // self._num_workers)
 
     def _counts(self) -> list[tf.Tensor]:
         """Returns the counts of the metrics on this worker."""
@@ -286,7 +262,7 @@ class Average:
 
     def _make_logs(self, last: Sequence[tf.Tensor]) -> None:
         """Makes the variables of the logs, once it is known what they look like."""
-        likes = [(leaf.shape, leaf.dtype) for leaf in map(tf.convert_to_tensor, tf.nest.flatten(self._structure))]
+        likes = [(leaf.shape, leaf.dtype) for leaf in tf.nest.flatten(self._structure)]
         if [(variable.shape, variable.dtype) for variable in self._shown] == likes and len(self._last) == len(last):
             return
         shapes = [(tensor.shape, tensor.dtype) for tensor in last]
@@ -305,18 +281,15 @@ def _nothing() -> tf.Tensor:
     return tf.constant(0)
 
 
-def _mean(results: Sequence[Any], shares: Sequence[Any]) -> list[tf.Tensor]:
+def _mean(results: Sequence[Any], parts: Sequence[ReplicaPart], num_replicas: int) -> list[tf.Tensor]:
     """Returns the terms that this worker adds to the mean of the results over all replicas, flat."""
-    flat = [[tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(result)] for result in results]
+    shares = [losses.share_of_batch(part.batch, part.total, num_replicas) for part in parts]
+    # Without examples a result may be NaN; no share of it is nothing.
     return [
         tf.add_n(
-            [
-                # Without examples a result may be NaN; no share of it is nothing.
-                tf.math.multiply_no_nan(tf.cast(leaf, tf.float32), tf.cast(share, tf.float32))
-                for leaf, share in zip(leaves, shares, strict=True)
-            ]
+            [contribution.times(tf.cast(leaf, tf.float32), share) for leaf, share in zip(leaves, shares, strict=True)]
         )
-        for leaves in zip(*flat, strict=True)
+        for leaves in zip(*map(tf.nest.flatten, results), strict=True)
     ]
 
 
@@ -349,8 +322,8 @@ def step_alone(
     strategy: Any,
     step: Step,
     parts: Sequence[ReplicaPart],
-    hand_in: Callable[[Sequence[Any], int], None],
-    sums: losses.Sums = losses.NO_SUMS,
+    hand_in: Callable[..., None],
+    sums: losses.Sums,
 ) -> list[Any]:
     """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
 
@@ -358,46 +331,37 @@ def step_alone(
       strategy: the strategy.
       step: a model's `train_step`, whose optimizers were built.
       parts: what each of its replicas trains on.
-      hand_in: called with the gradients of each replica of this worker, and its index.
+      hand_in: called with the gradients of each replica of this worker, and its index, `replica`.
       sums: the numbers that are sums over the examples in a user's step.
 
     Returns:
-      What each step returns.
+      What each step returns, in tensors.
 
     Raises:
       ValueError: an optimizer was not built, or the step needs the other replicas.
     """
-    model = step.model
-    batches, results = [part.batch for part in parts], []
-    may_be_empty = strategy.num_replicas_in_sync > 1 and may_lack_examples(batches)
-    if may_be_empty:
+    model, count = step.model, replicas.count(strategy)
+    batches, counted, results = [part.batch for part in parts], list[Any](), []
+    if may_lack_examples(batches):
         batches = filled_on_devices(dict(zip(strategy.extended.worker_devices, batches, strict=True)))
-    counted = [*models.statistics_of(model), *counted_by(model)] if may_be_empty else []
+        counted = [*models.statistics_of(model), *counted_by(model)]
     for index, part in enumerate(parts):
+        share = functools.partial(losses.share_of_batch, part.batch, part.total, count)
         with (
             one_replica.alone(model, strategy, index, is_of_all=True),
             # Without examples, metrics and statistics stay as they are.
             restored_unless(splitting.rows(part.batch), [each.value for each in counted]),
         ):
-            results.append(
-                _step(strategy, step, part, batches[index], lambda given, index=index: hand_in(given, index), sums)
-            )
+            results.append(_step(step, batches[index], share, count, functools.partial(hand_in, replica=index), sums))
     return results
 
 
 def _step(
-    strategy: Any,
-    step: Step,
-    part: ReplicaPart,
-    batch: Any,
-    hand_in: Callable[[Sequence[Any]], None],
-    sums: losses.Sums,
+    step: Step, batch: Any, share: Callable[[], Any], count: int, hand_in: Callable[[Any], None], sums: losses.Sums
 ) -> Any:
-    count = replicas.count(strategy)
-    share = functools.partial(losses.share_of_batch, part.batch, part.total, count)
     # The gradient of this replica alone, as that of the global batch.
     factor = share() * count
-    changed = losses.patches(step.model, share, sums=sums, may_differ=True) if count > 1 else []
+    changed = losses.patches(step.model, share, sums=sums, may_differ=True)
     changed += one_replica.without_others(step.name, count)
     for optimizer in optimizers_of(step.model):
         scale = losses.whole(factor, share) if id(optimizer) in sums.optimizers else factor
@@ -411,7 +375,7 @@ def _step(
         return tf.nest.pack_sequence_as(logs, leaves)
 
 
-def _scaled(optimizer: Any, factor: tf.Tensor | float, hand_in: Callable[[Sequence[Any]], None]) -> Callable[..., Any]:
+def _scaled(optimizer: Any, factor: tf.Tensor | float, hand_in: Callable[[Any], None]) -> Callable[..., Any]:
     apply = optimizer.apply
 
     def scaled(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
@@ -435,20 +399,15 @@ class AveragedVariables:
 
     Attributes:
       parameters: the variables that optimizers update.
-      others: further variables that are averaged.
+      averaged: all that are averaged, the parameters first.
       local: variables that are averaged only when training ends, so that all replicas continue alike.
       reset: variables that are set to a value, each with that value.
     """
 
     parameters: list[Any]
-    others: list[Any]
+    averaged: list[Any]
     local: list[Any]
     reset: list[tuple[Any, float]]
-
-    @property
-    def averaged(self) -> list[Any]:
-        """All that are averaged, the parameters first."""
-        return [*self.parameters, *self.others]
 
 
 def sort_state(model: keras.Model, optimizer_state: str) -> AveragedVariables:
@@ -484,8 +443,7 @@ def sort_state(model: keras.Model, optimizer_state: str) -> AveragedVariables:
         others += slots
     local = slots if optimizer_state == "local" else []
     reset = _reset(inner, slots) if optimizer_state == "reset" else []
-    taken = _identities(parameters)
-    return AveragedVariables(parameters, [v for v in _unique(others) if id(v) not in taken], local, reset)
+    return AveragedVariables(parameters, _unique([*parameters, *others]), local, reset)
 
 
 def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, float]]:
@@ -506,10 +464,9 @@ def _reset(optimizers: Sequence[Any], slots: Sequence[Any]) -> list[tuple[Any, f
 def _initial(optimizer: Any) -> list[float]:
     """Returns the value of each variable of a new optimizer of this kind, the same for all of its elements."""
     new = type(optimizer).from_config(optimizer.get_config())
-    likes = [tf.zeros([1] * len(variable.shape), variable.dtype) for variable in trained_by(optimizer)]
     variables = [
-        keras.Variable(like, dtype=like.dtype.name, name=variable.name)
-        for like, variable in zip(likes, trained_by(optimizer), strict=True)
+        keras.Variable(tf.zeros([1] * len(each.shape), each.dtype), dtype=each.dtype, name=each.name)
+        for each in trained_by(optimizer)
     ]
     new.build(variables)
     return [float(tf.reshape(tf.convert_to_tensor(variable), [-1])[0]) for variable in new.variables]
@@ -530,28 +487,35 @@ def _unique(variables: Iterable[Any]) -> list[Any]:
 
 
 class LastAverage:
-    """The parameters at the last average. Every worker has the same.
+    """The parameters at the last average, and what moves them on. Every worker has the same, which computes the same.
 
     Args:
       strategy: the strategy.
       parameters: Keras variables.
+      make_outer: makes a Keras optimizer; None without an outer optimizer.
 
     Attributes:
       device: where the values are.
       values: Keras variables, one for each parameter.
+      outer: the outer optimizer, or None.
     """
 
-    def __init__(self, strategy: Any, parameters: Sequence[Any]) -> None:
+    def __init__(self, strategy: Any, parameters: Sequence[Any], make_outer: Callable[[], Any] | None) -> None:
+        self._strategy = strategy
         self._parameters = parameters
         self.device = strategy.extended.worker_devices[0]
-        self.values = graphs.call_outside(self._made)
+        self.values, self.outer = graphs.call_outside(self._made, make_outer)
 
-    def _made(self) -> list[Any]:
+    def _made(self, make_outer: Callable[[], Any] | None) -> tuple[list[Any], Any]:
         with tf.device(self.device):
-            return [
+            values = [
                 keras.Variable(tf.convert_to_tensor(copies_of(parameter)[0]), dtype=parameter.dtype)
                 for parameter in self._parameters
             ]
+            outer = None if make_outer is None else make_outer()
+            if outer is not None:
+                outer.build(values)
+        return values, outer
 
     def remember(self) -> tf.Tensor:
         """Takes the parameters as they are now for those of the last average."""
@@ -560,36 +524,9 @@ class LastAverage:
                 last.value.assign(copies_of(parameter)[0])
         return tf.constant(0)
 
-
-class Outer:
-    """An outer optimizer of a model's own. Every worker has the same, which computes the same.
-
-    Args:
-      strategy: the strategy.
-      make: makes a Keras optimizer.
-      last: the parameters that it moves, as they were at the last average.
-    """
-
-    def __init__(self, strategy: Any, make: Callable[[], Any], last: LastAverage) -> None:
-        self._strategy = strategy
-        self._last = last
-        self._optimizer = graphs.call_outside(self._made, make)
-
-    def _made(self, make: Callable[[], Any]) -> Any:
-        with tf.device(self._last.device):
-            own = make()
-            own.build(self._last.values)
-        return own
-
-    @property
-    def variables(self) -> list[Any]:
-        """The optimizer's Keras variables."""
-        return self._optimizer.variables
-
-    def move(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """From the means of the parameters to the new parameters of all replicas."""
-        last = self._last.values
-        with tf.device(self._last.device):
-            differences = [each.value - mean for each, mean in zip(last, means, strict=True)]
-            one_replica.apply_alone(self._strategy, 0, self._optimizer, self._optimizer.apply, differences, last)
-            return [tf.convert_to_tensor(each) for each in last]
+    def moved(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """From the means of the parameters to the new parameters of all replicas, by the outer optimizer."""
+        with tf.device(self.device):
+            differences = [each.value - mean for each, mean in zip(self.values, means, strict=True)]
+            one_replica.apply_alone(self._strategy, 0, self.outer, self.outer.apply, differences, self.values)
+            return [tf.convert_to_tensor(each) for each in self.values]

@@ -195,6 +195,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     def _run_timed(self, step: Step, timed: Timed) -> Any:
         """Runs a model's `train_step` on an element of the data that this process reads for `fit`."""
         averaging: Any = self._averaging
+        self._prepare(step.model)
         return averaging.run(step, timed)
 
     def _batch_of_timed(self, step: Step, timed: Timed) -> Any:

@@ -92,9 +92,11 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         record = self.distribution.recorder.record
         self._engine = ThreadedEngine(self, policy, names, record, stall_timeout_secs) if policy else None
         parts, sum_up = range(self.num_replicas_in_sync), self._sum_over_workers
-        if composed.averaging:
-            times = self._take_times(self.num_replicas_in_sync, None, "/device:CPU:0", averages=True)
-            self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, 1, self._prepare, times)
+        if not policy:
+            averages = composed.averaging is not None
+            times = self._take_times(self.num_replicas_in_sync, None, "/device:CPU:0", averages)
+            if composed.averaging:
+                self._averaging = AveragingEngine(self, composed.averaging, parts, sum_up, times)
         self._is_exclusive = bool(policies)
         if composed.warmup:
             # Without a policy for what follows, the number of examples is not known after the phase.
@@ -103,8 +105,6 @@ class MirroredStrategy(_common.KerasSteps, tf.distribute.MirroredStrategy):
         if policy:
             self.distribution.spares = lambda: getattr(policy, "spares", None)
         self.distribution.take(policies, self._engine, self._warming, self._averaging)
-        if not (policy or composed.averaging):
-            self._take_times(self.num_replicas_in_sync, None, "/device:CPU:0")
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on every replica. With a policy, the `train_step` that `fit` hands in makes an update."""

@@ -284,20 +284,19 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             # Without a policy for what follows, the number of examples is not known after the phase.
             counted = record if composed.aggregation else lambda update, _: record(update)
             self._warming = WarmupEngine(self, composed.warmup, parts, sum_up, counted, self._agreement)
+        if composed.aggregation:
+            return
+        own, averages = (replicas.worker_index(self), replicas.worker_device(self)), composed.averaging is not None
+        times = self._take_times(num_workers, *own, averages)
         if composed.averaging:
             compressed = self._compressed
             of_differences = (lambda: compressed.of_differences) if compressed else None
-            own = replicas.worker_index(self), replicas.worker_device(self)
-            times = self._take_times(num_workers, *own, averages=True)
-            averaging = composed.averaging, parts, sum_up, num_workers, self._prepare, times, of_differences
-            engine = self._averaging = AveragingEngine(self, *averaging)
+            engine = AveragingEngine(self, composed.averaging, parts, sum_up, times, of_differences)
+            self._averaging = engine
             if not compressed:
                 self.distribution.bytes_sent = lambda: [engine.bytes_sent] * num_workers
-        is_plain = not composed.aggregation and not composed.averaging
-        if is_plain:
-            self._take_times(num_workers, replicas.worker_index(self), replicas.worker_device(self))
-        if is_plain and len(self.extended.worker_devices) == 1:
-            self._knows_sizes = True
+        else:
+            self._knows_sizes = len(self.extended.worker_devices) == 1
 
     def _record(self, update: Update, examples: int) -> None:
         # Only the quorum server's policy decides; every worker receives the result.
