@@ -92,11 +92,9 @@ class AveragingEngine(Engine):
     def open(self, dataset: DistributedDataset, fit: Call | None) -> Any:
         """Opens a pass of `fit` over a data set; averages first what was begun, also by an interrupted `fit`."""
         self.synchronize()
-        if fit is None:
-            return None
-        self._attend(fit)
-        self._times.begin_pass()
-        return iter(dataset.own)
+        if fit is not None:
+            self._attend(fit)
+        return self._times.open(dataset, fit)
 
     def run(self, step: Step, handle: step_times.Timed) -> Any:
         """Makes a step alone, and averages if it is time; in cross-replica context, in a graph or eagerly.

@@ -97,10 +97,16 @@ class StepClock:
             limits.assign(tf.stack([called, tf.timestamp()]))
         return found
 
-    def begin_pass(self) -> None:
-        """Forgets the end of the last sum: what is between two passes over the data belongs to no step."""
+    def open(self, dataset: Any, fit: Any) -> Any:
+        """Opens a pass of `fit` over a data set of `Timed` elements, in place of an engine; see `Engine.open`.
+
+        What is between two passes over the data belongs to no step, so the end of the last sum is forgotten.
+        """
+        if fit is None:
+            return None
         if self._variables is not None:
             self._variables[2].assign(0.0)
+        return iter(dataset.own)
 
     def begin(self, limits: Any = None) -> TimedStep:
         """Begins a step, in a graph or eagerly, in cross-replica context.

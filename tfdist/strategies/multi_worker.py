@@ -414,7 +414,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             whole = self._averaging.distribute(mapped() if mapped else dataset, lambda: distributed)
         # If the length is not known, the workers agree on the end in each step.
         if self._knows_sizes and is_known and tf.executing_eagerly():
-            whole = _PartsInFit(self._times, step_times.timed(own), lambda: distributed)
+            whole = handles.DistributedDataset(self._times, step_times.timed(own), lambda: distributed)
         return self._warming.distribute(whole, [own]) if self._warming else whole
 
     def distribute_datasets_from_function(
@@ -453,23 +453,3 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 def _is_for_predict() -> bool:
     call = calls.current()
     return call is not None and call.kind == "predict"
-
-
-class _PartsInFit(handles.DistributedDataset):
-    """Parts of this worker of batches whose size every worker knows, for `fit`; all others read the stock data set.
-
-    Args:
-      times: the clock of the steps.
-      own: see `DistributedDataset`.
-      whole: see `DistributedDataset`.
-    """
-
-    def __init__(self, times: Any, own: tf.data.Dataset, whole: Callable[[], Any]) -> None:
-        super().__init__(None, own, whole)
-        self._times: step_times.StepClock = times
-
-    def __iter__(self) -> Any:
-        if not tf.executing_eagerly() or calls.iterating_fit() is None:
-            return iter(self.whole)
-        self._times.begin_pass()
-        return iter(self.own)
