@@ -45,7 +45,7 @@ from tfdist.passes import splitting, worker_batch
 from tfdist.passes.handle import check_eager
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.passes.worker_pass import Batch, ChiefFeed, Feed, WorkerFeed, WorkerIterator
+from tfdist.passes.worker_pass import Batch, ChiefFeed, WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.step import one_replica
 from tfdist.step.step import Step
@@ -156,9 +156,10 @@ class AsynchronousEngine(Engine):
 
         def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
             nonlocal flat, logs
-            feed = iterator.feed
+            tensors, feed = (), iterator.feed
             program = program_for(feed.in_step)
-            tensors = iterator.chief_batch(feed) if isinstance(feed, ChiefFeed) else ()
+            if isinstance(feed, ChiefFeed):
+                tensors, feed = iterator.chief_batch(feed), None
             newest = self.step(program, tensors, feed, iterator.is_last, trains, iterator.count)
             if newest is not flat:
                 flat, logs = newest, program.rebuild(newest)
@@ -174,12 +175,24 @@ class AsynchronousEngine(Engine):
         """
         check_eager("strategy.run")
         kind, handles = step.kind, worker_batch.handles_in((args, kwargs))
-        batch = worker_function.unused(handles)
-        in_parts, feed = batch is None and bool(handles), batch and worker_function.feed_for(kind, batch.iterator)
+        batch, feed = worker_function.unused(handles), None
+        in_parts = batch is None and bool(handles)
+        if batch is not None:
+            iterator = batch.iterator
+            # If a policy makes the workers read parts of batches, the chief sends whole batches to all other steps.
+            feed = iterator.decide(by_chief=kind in ("test", "predict") or iterator.dataset.is_cut)
         program = self.programs.find(step, args, kwargs, feed, in_parts)
         values = [handle.value() for handle in handles] if in_parts else []
-        parts = splitting.flat(values)
-        return program.rebuild(self._dispatch(kind, program, parts + program.flatten_arguments(args, kwargs), batch))
+        tensors = splitting.flat(values) + program.flatten_arguments(args, kwargs)
+        if batch is None:
+            return program.rebuild(self.call(program, tensors))
+        if isinstance(feed, ChiefFeed):
+            batch.on_chief = whole = batch.iterator.chief_batch(feed)
+            tensors, feed = whole + tensors, None
+        if kind in ("train", "test") or not program.dtypes:
+            is_last = batch.iterator.is_last
+            return program.rebuild(self.step(program, tensors, feed, is_last, kind == "train", batch=batch))
+        return program.rebuild(self.call(program, tensors, feed, batch))
 
     def run_on_chief(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs a function untraced, with a batch brought to the chief: prints and breakpoints in it see values."""
@@ -188,31 +201,12 @@ class AsynchronousEngine(Engine):
         with self._strategy.scope(), one_replica.replica_on(self._strategy, coordinator.CHIEF_DEVICE):
             return step.function(*args, **kwargs)
 
-    def _dispatch(self, kind: str, program: Program, tensors: list[tf.Tensor], batch: Batch | None) -> list[np.ndarray]:
-        """Queues or runs a step, by its kind; returns its flat result.
-
-        Args:
-          kind: see `Step`.
-          program: the traced step.
-          tensors: arguments besides the batch.
-          batch: the batch; None if the batch, or parts of several batches, are among the tensors.
-        """
-        if batch is None:
-            return self.call(program, tensors, None)
-        feed = batch.iterator.decide(by_chief=False)
-        if isinstance(feed, ChiefFeed):
-            batch.on_chief = batch.iterator.chief_batch(feed)
-            tensors = batch.on_chief + tensors
-        if kind in ("train", "test") or not program.dtypes:
-            return self.step(program, tensors, feed, batch.iterator.is_last, kind == "train", batch=batch)
-        return self.call(program, tensors, feed, batch)
-
     def _predict(self, program: Program, feed: ChiefFeed) -> list[np.ndarray]:
         """Returns the predictions for the next batch, while steps for later batches are in flight."""
         ahead = feed.predictions
         with contextlib.suppress(tf.errors.OutOfRangeError):
             while len(ahead) < self.window:
-                ahead.append(self.start(program, feed.next_batch(), feed))
+                ahead.append(self.start(program, feed.next_batch()))
         if not ahead:
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         feed.redeem()
@@ -224,7 +218,7 @@ class AsynchronousEngine(Engine):
         self,
         program: Program,
         tensors: Sequence[tf.Tensor],
-        feed: Feed | None,
+        feed: WorkerFeed | None,
         last: bool,
         is_update: bool = False,
         count: int = 1,
@@ -235,7 +229,7 @@ class AsynchronousEngine(Engine):
         Args:
           program: The traced step.
           tensors: Its arguments besides the batch.
-          feed: Of the pass over the data.
+          feed: Of the pass, if a worker reads the batch.
           last: True for the last step of the pass.
           is_update: True if the step trains.
           count: How many batches it takes, for a step each.
@@ -255,7 +249,7 @@ class AsynchronousEngine(Engine):
         if queue.has_news or len(queue.pending) >= fewer_than:
             queue.wait_until(fewer_than=fewer_than)
         step = QueuedStep(program, tensors, feed, is_update=is_update, batch=batch, count=count)
-        if isinstance(feed, WorkerFeed) and not feed.is_counted:
+        if feed is not None and not feed.is_counted:
             step.took_batch = concurrent.futures.Future()
         if count > 1:
             program.prepare_several()
@@ -280,7 +274,7 @@ class AsynchronousEngine(Engine):
         self,
         program: Program,
         tensors: Sequence[tf.Tensor],
-        feed: Feed | None,
+        feed: WorkerFeed | None = None,
         batch: Batch | None = None,
     ) -> list[np.ndarray]:
         """Queues a step and waits for its own result."""
@@ -295,7 +289,7 @@ class AsynchronousEngine(Engine):
         self,
         program: Program,
         tensors: Sequence[tf.Tensor],
-        feed: Feed | None,
+        feed: WorkerFeed | None = None,
         batch: Batch | None = None,
     ) -> concurrent.futures.Future:
         """Queues a step; returns a future of its result, which is None if no data were left."""

@@ -29,7 +29,7 @@ from tfdist.coordination import keepalive
 from tfdist.engines.accumulation import GradientSums
 from tfdist.engines.worker_function import Program
 from tfdist.passes import splitting
-from tfdist.passes.worker_pass import Batch, Feed, Piece, WorkerFeed
+from tfdist.passes.worker_pass import Batch, Piece, WorkerFeed
 from tfdist.policies import Contribution, Outcome, Update
 
 # Fetching logs costs a round trip on the worker's thread. Progress bars draw at most 20 times a second.
@@ -213,7 +213,7 @@ class StepQueue:
             self._changed.notify_all()
         feed, accumulation, on_workers = step.feed, step.program.accumulation, None
         try:
-            if isinstance(feed, WorkerFeed):
+            if feed is not None:
                 on_workers = feed.on_workers or feed.begin()
             sums = accumulation.on_workers if accumulation else None
             self._submit(self._execute, (step, on_workers, sums), {})
@@ -231,9 +231,9 @@ class StepQueue:
             step.queued = False
             step.local_step = self._updates
             step.started_at = self._clock()
-            if isinstance(feed, WorkerFeed):
+            if feed is not None:
                 piece = feed.claim(worker, self._unnoticed)
-            has_data = piece is not None or not isinstance(feed, WorkerFeed)
+            has_data = piece is not None or feed is None
             if has_data:
                 self._running.add(worker)
         if not has_data:
@@ -259,7 +259,7 @@ class StepQueue:
                 staleness = self._updates - step.local_step
                 lost = Contribution(worker, step.started_at, self._clock(), Outcome.LOST, staleness, 0.0, 0.0)
                 self._ended.append(lost)
-            if isinstance(step.feed, WorkerFeed):
+            if step.feed is not None:
                 step.feed.release(worker)
             self._running.discard(worker)
             step.queued = True
@@ -285,7 +285,7 @@ class StepQueue:
     ) -> None:
         """Makes as many of the steps of an execution as the piece, that the worker has claimed, has batches."""
         feed, inputs, batch, count = step.feed, step.tensors, None, step.count
-        if isinstance(feed, WorkerFeed) and piece is not None:
+        if feed is not None and piece is not None:
             is_own = piece is feed.pieces.own[worker]
             source = iterator_on_worker if is_own else feed.opened(worker, piece)
             if feed.in_step:
@@ -307,7 +307,7 @@ class StepQueue:
             made = MadeSteps(program.fetch(outputs) if wants_values else None, (), self._staleness[worker])
         else:
             made = make_steps(program, count, wants_values, inputs, sums)
-        if isinstance(feed, WorkerFeed):
+        if feed is not None:
             if step.batch is not None:
                 step.batch.on_worker = made.batch if batch is None else batch
             feed.pieces.used(worker, count)
@@ -404,7 +404,7 @@ class StepQueue:
             self._running.discard(worker)
             self._progressed_at = self._clock()
             feed.pieces.end(worker)
-            if self._no_worker_has_data(step):
+            if self._no_worker_has_data(feed):
                 if not feed.ended:
                     # Once per pass, although several steps may find the end.
                     self._cut_short, self.has_news = feed, True
@@ -417,8 +417,8 @@ class StepQueue:
                 self._changed.notify_all()
         self._park(worker)
 
-    def _no_worker_has_data(self, step: QueuedStep) -> bool:
-        return isinstance(step.feed, WorkerFeed) and step.feed.pieces.have_ended(self._gone())
+    def _no_worker_has_data(self, feed: WorkerFeed) -> bool:
+        return feed.pieces.have_ended(self._gone())
 
     def _unnoticed(self) -> set[int]:
         """Returns lost workers, those included that the coordinator has found dead, and that no step has met."""
@@ -447,9 +447,9 @@ class StepQueue:
         return any(
             step.queued
             and (
-                not isinstance(step.feed, WorkerFeed)
+                step.feed is None
                 or step.feed.claim(worker, self._unnoticed) is not None
-                or self._no_worker_has_data(step)
+                or self._no_worker_has_data(step.feed)
             )
             for step in self.pending
         )
@@ -463,6 +463,7 @@ class QueuedStep:
     """Program and batch of a step, and the futures of its result.
 
     Attributes:
+      feed: of the pass that its worker reads; None if the batch is among the tensors.
       count: how many steps are still to be made, one after the other by one worker as long as its share lasts.
       result: of the last of them, as are the logs.
       is_abandoned: True if the call that queued it has raised.
@@ -470,7 +471,7 @@ class QueuedStep:
 
     program: Program
     tensors: Sequence[tf.Tensor]
-    feed: Feed | None = None
+    feed: WorkerFeed | None = None
     wants_logs: bool = False
     took_batch: concurrent.futures.Future | None = None
     result: concurrent.futures.Future | None = None

@@ -22,7 +22,7 @@ from tfdist.engines.transfer import plan
 from tfdist.engines.transfer.plan import TransferPlan
 from tfdist.passes import splitting, worker_batch
 from tfdist.passes.worker_batch import WorkerBatch, handles_in
-from tfdist.passes.worker_pass import Batch, Feed, WorkerIterator
+from tfdist.passes.worker_pass import Batch, Feed
 from tfdist.step import gradients, one_replica, rehearsal, step_times
 from tfdist.step.logs import Packing
 from tfdist.step.step import Step, Traces, key_of_value
@@ -474,11 +474,3 @@ def unused(handles: Sequence[WorkerBatch]) -> Batch | None:
         return None
     batch.is_used = True
     return batch
-
-
-def feed_for(kind: str, iterator: WorkerIterator) -> Feed:
-    """Returns the feed of a pass, of which a user's loop makes a step; decides about it if this is the first one.
-
-    If a policy makes the workers read parts of batches, the chief sends whole batches to all other steps.
-    """
-    return iterator.decide(by_chief=kind in ("test", "predict") or iterator.dataset.is_cut)
