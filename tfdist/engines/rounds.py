@@ -120,7 +120,11 @@ class RoundEngine(Engine):
         self._on_update = on_update
         self._count = engine.num_workers
         # Each update needs a part of the batch from each worker, if the workers share the data.
-        self.num_parts = self._count if engine.data_sharding == "shard" else 1
+        is_shared = engine.data_sharding == "shard"
+        self.num_parts = self._count if is_shared else 1
+        self._sharding = "deal" if is_shared else engine.data_sharding
+        # Into which a worker's own batches are cut.
+        self._num_own_parts = 1
         names = [f"worker:{index}" for index in range(self._count)]
         self._policy = policy
         self._transfer = transfer
@@ -149,18 +153,14 @@ class RoundEngine(Engine):
 
     def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
         """Returns a data set of handles, of whose batches each worker reads its part."""
-        dataset, sharding = self._in_order(dataset), self._engine.data_sharding
-        return WorkerDataset(self, dataset, "deal" if sharding == "shard" else sharding)
-
-    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
-        """Returns a data set of handles, from one data set per worker."""
-        return WorkerDatasetFromFunction(self, datasets)
-
-    def _in_order(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         dataset = self._engine.in_order(dataset)
         if self.num_parts > 1:
             splitting.check_batched(dataset.element_spec, self.num_parts)
-        return dataset
+        return WorkerDataset(self, dataset, self._sharding, self._num_own_parts)
+
+    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
+        """Returns a data set of handles, from one data set per worker."""
+        return WorkerDatasetFromFunction(self, datasets, self._num_own_parts)
 
     def open(self, dataset: WorkerDataset, fit: Call | None) -> WorkerIterator:
         """Begins a pass over a data set, for any loop."""

@@ -24,7 +24,7 @@ import collections
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,6 @@ from tfdist.engines import rounds
 from tfdist.engines.rounds import RoundStep, parts_of_batch
 from tfdist.passes import worker_pass
 from tfdist.passes.worker_batch import PartLayout, WorkerBatch
-from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.step import gradients
@@ -55,7 +54,8 @@ class StreamEngine(rounds.RoundEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Any worker may contribute any part of a batch.
-        self.num_parts = self.replicas_to_aggregate
+        self.num_parts = self._num_own_parts = self.replicas_to_aggregate
+        self._sharding = self._engine.data_sharding
         self._step: RoundStep | None = None
         self._iterator: WorkerIterator | None = None
         # Of the pass, once there is one: a `WorkerStreamFeed` or a `ChiefStreamFeed`.
@@ -63,14 +63,6 @@ class StreamEngine(rounds.RoundEngine):
         self._logs: list[np.ndarray] | None = None
         # Number of updates at the beginning of this pass; None after the warning about too few updates.
         self._begun_at: int | None = 0
-
-    def distribute(self, dataset: tf.data.Dataset) -> WorkerDataset:
-        """Returns a data set of handles, of whose batches each worker reads its share, in parts."""
-        return WorkerDataset(self, self._in_order(dataset), self._engine.data_sharding, self.num_parts)
-
-    def distribute_own(self, datasets: Sequence[tf.data.Dataset]) -> WorkerDataset:
-        """See `RoundEngine.distribute_own`; the batches are read in parts."""
-        return WorkerDatasetFromFunction(self, datasets, self.num_parts)
 
     def prepare(self, step: Step, element_spec: Any, layout: PartLayout) -> RoundStep:
         """See `RoundEngine.prepare`."""
