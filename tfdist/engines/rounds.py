@@ -130,7 +130,6 @@ class RoundEngine(Engine):
         self._transfer = transfer
         self._runner = self._runner_type(policy, names, stall_timeout_secs)
         self._warmup = warmup
-        self._updates = 0
         self._residence: _Residence | None = None
         self._attempts = [itertools.count() for _ in names]
         # What Keras' thread waits for, with a token of its own; None while it waits for nothing.
@@ -195,30 +194,34 @@ class RoundEngine(Engine):
         del handle
         self._wait = "an update", object()
         try:
-            feed, parts = iterator.feed or iterator.decide(by_chief=False), None
-            if isinstance(feed, ChiefFeed):
-                parts = parts_of_batch(feed.next_batch(), iterator, self.num_parts) * (self._count // self.num_parts)
-                step.prepare_for_batches()
-                feed.redeem()
-            feed.updates += 1
-            with _WHOLE if self._warmup is None else self._phase(step, self._warmup):
-                present = self._residence
-                if present is None or present.step is not step or present.iterator is not iterator:
-                    self._reside(step, iterator, parts)
-                else:
-                    present.parts = parts
-                try:
-                    self._runner.open()
-                    contributions, update = self._runner.collect(functools.partial(self._check, step, iterator, parts))
-                except BaseException:
-                    self._runner.discard()
-                    raise
-                logs = step.update(contributions)
-                self._updates += 1
+            logs, update = self._make(step, iterator)
         finally:
             self._wait = None
-        self._on_update(update)
+        if update is not None:
+            self._on_update(update)
         return step.rebuild(logs)
+
+    def _make(self, step: RoundStep, iterator: WorkerIterator) -> tuple[list[np.ndarray], Update | None]:
+        """Makes an update, and returns it with the flat logs after it; None if no gradient is left for one."""
+        feed, parts = iterator.feed or iterator.decide(by_chief=False), None
+        if isinstance(feed, ChiefFeed):
+            parts = parts_of_batch(feed.next_batch(), iterator, self.num_parts) * (self._count // self.num_parts)
+            step.prepare_for_batches()
+            feed.redeem()
+        feed.updates += 1
+        with _WHOLE if self._warmup is None else self._phase(step, self._warmup):
+            present = self._residence
+            if present is None or present.step is not step or present.iterator is not iterator:
+                self._reside(step, iterator, parts)
+            else:
+                present.parts = parts
+            try:
+                self._runner.open()
+                contributions, update = self._runner.collect(functools.partial(self._check, step, iterator, parts))
+            except BaseException:
+                self._runner.discard()
+                raise
+            return step.update(contributions), update
 
     def _phase(self, step: RoundStep, warmup: Warmup) -> contextlib.AbstractContextManager[None]:
         """Context of one update, in which only the workers of the warmup phase take part."""
@@ -229,9 +232,9 @@ class RoundEngine(Engine):
         counts_epochs = warmup.unit == "epochs"
         is_first = counts_epochs and _is_first_step(step.model)
         self._runner.limit(warmup.taking_part_next(is_first))
-        made = self._updates
+        made = self._policy.step
         yield
-        if self._updates > made:
+        if self._policy.step > made:
             warmup.opened(is_first)
             if is_first:
                 _check_counts(step.model)

@@ -37,7 +37,7 @@ from tfdist.coordination.stream_runner import StreamRunner
 from tfdist.engines import rounds
 from tfdist.engines.rounds import RoundStep, parts_of_batch
 from tfdist.passes import worker_pass
-from tfdist.passes.worker_batch import PartLayout, WorkerBatch
+from tfdist.passes.worker_batch import PartLayout
 from tfdist.passes.worker_pass import WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.step import gradients
@@ -60,7 +60,8 @@ class StreamEngine(rounds.RoundEngine):
         self._iterator: WorkerIterator | None = None
         # Of the pass, once there is one: a `WorkerStreamFeed` or a `ChiefStreamFeed`.
         self._feed: Any = None
-        self._logs: list[np.ndarray] | None = None
+        # Flat, of the newest update of the step.
+        self._logs: Any = None
         # Number of updates at the beginning of this pass; None after the warning about too few updates.
         self._begun_at: int | None = 0
 
@@ -78,40 +79,27 @@ class StreamEngine(rounds.RoundEngine):
             is_relative=True,
         )
 
-    def step(self, step: RoundStep, iterator: WorkerIterator, handle: WorkerBatch | None = None) -> Any:
-        """See `RoundEngine.step`."""
-        del handle
-        self._wait = "an update", object()
-        try:
-            self._begin(step, iterator)
-            with contextlib.nullcontext() if self._warmup is None else self._phase(step, self._warmup):
-                self._reside(step, iterator, None)
-                with self._runner.wanted():
-                    try:
-                        made = self._update(step, iterator)
-                    except BaseException:
-                        # Before the contributions are discarded, so that no worker starts again with the failed step.
-                        self.leave()
-                        raise
-            if made is None:
-                return step.rebuild(self._without_update(iterator))
-        finally:
-            self._wait = None
-        update, self._logs = made
-        self._redeem(iterator)
-        self._on_update(update)
-        return step.rebuild(self._logs)
-
-    def _update(self, step: RoundStep, iterator: WorkerIterator) -> tuple[Update, list[np.ndarray]] | None:
-        """Makes an update, and returns it with the logs after it; None if no gradient is left."""
-        collected = self._runner.collect(functools.partial(self._check, step, iterator, None))
-        if collected is None:
-            return None
-        contributions, update = collected
-        logs = step.update(contributions, update.weights, update.staleness)
-        self._runner.applied()
-        self._updates += 1
-        return update, logs
+    def _make(self, step: RoundStep, iterator: WorkerIterator) -> tuple[list[np.ndarray], Update | None]:
+        self._begin(step, iterator)
+        update = None
+        with contextlib.nullcontext() if self._warmup is None else self._phase(step, self._warmup):
+            self._reside(step, iterator, None)
+            with self._runner.wanted():
+                try:
+                    collected = self._runner.collect(functools.partial(self._check, step, iterator, None))
+                    if collected is not None:
+                        contributions, update = collected
+                        self._logs = step.update(contributions, update.weights, update.staleness)
+                        self._runner.applied()
+                except BaseException:
+                    # Before the contributions are discarded, so that no worker starts again with the failed step.
+                    self.leave()
+                    raise
+        if update is None:
+            self._without_update(iterator)
+        if isinstance(iterator.feed, worker_pass.ChiefFeed):
+            iterator.feed.redeem()
+        return self._logs, update
 
     def _begin(self, step: RoundStep, iterator: WorkerIterator) -> None:
         """Prepares for another step function, or another pass over the data."""
@@ -124,7 +112,7 @@ class StreamEngine(rounds.RoundEngine):
             self._step, self._logs = step, None
         if iterator is not self._iterator:
             self._feed = self._feed_of(iterator)
-            self._iterator, self._begun_at = iterator, self._updates
+            self._iterator, self._begun_at = iterator, self._policy.step
             self._runner.resume()
         if self._feed.from_chief:
             step.prepare_for_batches()
@@ -145,23 +133,17 @@ class StreamEngine(rounds.RoundEngine):
         with tf.device(coordinator.CHIEF_DEVICE):
             return parts_of_batch(feed.next_batch(), iterator, self.replicas_to_aggregate)
 
-    def _redeem(self, iterator: WorkerIterator) -> None:
-        if isinstance(iterator.feed, worker_pass.ChiefFeed):
-            iterator.feed.redeem()
-
-    def _without_update(self, iterator: WorkerIterator) -> list[np.ndarray]:
-        """Ends a pass without gradients: raises the end of the data, or makes an empty step if Keras expects one."""
+    def _without_update(self, iterator: WorkerIterator) -> None:
+        """Raises the end of the data; returns if Keras expects a step, which then changes nothing."""
         if iterator.dataset.cardinality == tf.data.UNKNOWN_CARDINALITY or self._logs is None:
             iterator.is_ended = True
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         if self._begun_at is not None:
             _log.say(
-                f"this pass over the data made {self._updates - self._begun_at} updates, fewer than it has "
+                f"this pass over the data made {self._policy.step - self._begun_at} updates, fewer than it has "
                 "batches: gradients were dropped, or workers were lost with what they had read"
             )
             self._begun_at = None
-        self._redeem(iterator)
-        return self._logs
 
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
         def release() -> None:
