@@ -51,15 +51,15 @@ def test_a_straggler_holds_up_nobody_and_leaves_no_trace(
     with_spares: Callable[[int], Any], straggler: Straggler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = with_spares(1)
-    prepare, pushed = rounds.RoundEngine.prepare, []
+    prepare, pushed = rounds.RoundStep, []
 
-    def preparing(*given: Any) -> rounds.RoundStep:
-        step = prepare(*given)
+    def preparing(*given: Any, **named: Any) -> rounds.RoundStep:
+        step = prepare(*given, **named)
         push = step.push
         step.push = lambda *contribution: (pushed.append(contribution), push(*contribution))[1]
         return step
 
-    monkeypatch.setattr(rounds.RoundEngine, "prepare", preparing)
+    monkeypatch.setattr(rounds, "RoundStep", preparing)
     before = strategy.report()
     with strategy.scope():
         metrics = [Examples()]

@@ -172,14 +172,15 @@ class RoundEngine(Engine):
         def trace() -> RoundStep:
             spec, count = handle.element_spec, self.num_parts
             rehearsal.before(self._strategy, step.function, [spec])
-            return self.prepare(step, splitting.part_spec(spec, count) if count > 1 else spec, handle.kind.form)
+            part_spec = splitting.part_spec(spec, count) if count > 1 else spec
+            given = self._strategy, step, self._transfer, part_spec, handle.kind.form
+            return RoundStep(*given, replicas_to_aggregate=self.replicas_to_aggregate, **self._of_policy())
 
         return functools.partial(self.step, self._engine.programs.traces.find(step, ("round", handle.kind), trace))
 
-    def prepare(self, step: Step, element_spec: Any, layout: PartLayout) -> RoundStep:
-        """Traces a model's `train_step` for the workers' batches of this structure."""
-        counts = self._count, self.replicas_to_aggregate
-        return RoundStep(self._strategy, step, self._transfer, element_spec, layout, *counts)
+    def _of_policy(self) -> dict[str, Any]:
+        """Returns the arguments of `RoundStep` that depend on the kind of the policy."""
+        return {"total_num_replicas": self._count}
 
     def step(self, step: RoundStep, iterator: WorkerIterator, handle: WorkerBatch | None = None) -> Any:
         """Makes one update.

@@ -37,11 +37,9 @@ from tfdist.coordination.stream_runner import StreamRunner
 from tfdist.engines import rounds
 from tfdist.engines.rounds import RoundStep, parts_of_batch
 from tfdist.passes import worker_pass
-from tfdist.passes.worker_batch import PartLayout
 from tfdist.passes.worker_pass import WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.step import gradients
-from tfdist.step.step import Step
 from tfdist.transforms import ARRIVAL
 
 
@@ -65,19 +63,9 @@ class StreamEngine(rounds.RoundEngine):
         # Number of updates at the beginning of this pass; None after the warning about too few updates.
         self._begun_at: int | None = 0
 
-    def prepare(self, step: Step, element_spec: Any, layout: PartLayout) -> RoundStep:
-        """See `RoundEngine.prepare`."""
-        return RoundStep(
-            self._strategy,
-            step,
-            self._transfer,
-            element_spec,
-            layout,
-            self.replicas_to_aggregate,
-            self.replicas_to_aggregate,
-            is_weighted=self._policy.is_weighted or gradients.transforms_of(self._strategy).has(ARRIVAL),
-            is_relative=True,
-        )
+    def _of_policy(self) -> dict[str, Any]:
+        is_weighted = self._policy.is_weighted or gradients.transforms_of(self._strategy).has(ARRIVAL)
+        return {"total_num_replicas": self.replicas_to_aggregate, "is_weighted": is_weighted, "is_relative": True}
 
     def _make(self, step: RoundStep, iterator: WorkerIterator) -> tuple[list[np.ndarray], Update | None]:
         self._begin(step, iterator)
