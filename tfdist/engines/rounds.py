@@ -267,14 +267,9 @@ class RoundEngine(Engine):
             return
         self.leave()
         residence = self._residence = _Residence(step, iterator, parts)
-        on_workers = self._on_workers(iterator, parts)
+        on_workers = iterator.feed.begin() if isinstance(iterator.feed, WorkerFeed) else None
         for _ in range(self._count):
             coordinator.scheduling(self._engine.coordinator)(self._serve, (residence, on_workers), {})
-
-    def _on_workers(self, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> Any:
-        """Returns the workers' iterators; None if the chief reads the data."""
-        feed = iterator.feed
-        return feed.begin() if isinstance(feed, WorkerFeed) and parts is None else None
 
     def leave(self) -> None:
         """Returns the workers' threads to the coordinator."""
@@ -298,7 +293,7 @@ class RoundEngine(Engine):
                 if delay_hook.installed is not delay_hook.no_delay:
                     delay_hook.before_contribution(worker, attempt)
                 if parts is not None:
-                    contribution = step.contribute_from(parts[worker])
+                    contribution = step.contribute_from(*parts[worker])
                 elif worker in residence.iterator.feed.at_end:
                     raise tf.errors.OutOfRangeError(None, None, "End of sequence")
                 else:
@@ -347,6 +342,8 @@ class RoundStep:
 
     Attributes:
       contribute: the traced function of `contribute_next`.
+      contribute_from: computes a contribution from the tensors of a batch of the chief, on the default device, which is
+        the worker; None before `prepare_for_batches`.
       push: sends a contribution from its worker, the default device, to the parameter servers; returns what is there.
         None if `contribute` has sent it.
       rebuild: packs flat logs into what Keras' step returns.
@@ -387,7 +384,7 @@ class RoundStep:
         self._bundles: Bundles | encoding.EncodedBundles | None = None
         self._rows = RowPieces([], [])
         self._home = ""
-        self._from_batch: Callable[..., Any] | None = None
+        self.contribute_from: Any = None
         element = (self._spec, tf.TensorSpec([None], tf.int8)) if self._marks_end else self._spec
         self.contribute = self._step.settled(
             lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element)])
@@ -410,11 +407,6 @@ class RoundStep:
         """The Keras model of the step."""
         return self._step.model
 
-    @property
-    def dtypes(self) -> list[tf.DType]:
-        """The dtypes of the flat logs."""
-        return self._packing.dtypes
-
     def contribute_next(self, iterator: Any, worker: int) -> tuple[list[tf.Tensor], float, bool]:
         """Computes a contribution from the iterator of `worker`, which is the default device.
 
@@ -432,17 +424,11 @@ class RoundStep:
             self._inputs[worker] = now + _SAMPLE_SECS, input_secs
         return contribution, input_secs, is_last
 
-    def contribute_from(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Computes a contribution from a flat batch of the chief, on the default device, which is the worker."""
-        if self._from_batch is None:
-            raise RuntimeError("contribute_from() before prepare_for_batches()")
-        return self._from_batch(*batch)
-
     def prepare_for_batches(self) -> None:
         """Traces the function of `contribute_from`; only Keras' thread may call it."""
-        if self._from_batch is None:
+        if self.contribute_from is None:
             specs = tf.nest.flatten(self._spec, expand_composites=True)
-            self._from_batch = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
+            self.contribute_from = self._step.settled(lambda: self._trace(self._contribute_batch, specs))
 
     def update(
         self,

@@ -168,7 +168,7 @@ class StreamEngine(rounds.RoundEngine):
             self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
             return
         if feed.from_chief:
-            contribution, input_secs, is_last = step.contribute_from(source), 0.0, False
+            contribution, input_secs, is_last = step.contribute_from(*source), 0.0, False
         else:
             contribution, input_secs, is_last = step.contribute_next(source, worker)
         # After the variables were read: an earlier delay would not make the gradient stale.
