@@ -34,5 +34,5 @@ def test_the_variables_are_read_before_the_delay_and_the_gradient_is_sent_after_
         _attempts=[itertools.count()],
         _runner=types.SimpleNamespace(is_wanted=note("is wanted", True), hand_over=note("hand over")),
     )
-    StreamEngine._contribute_from(engine, feed, step, 0, 7)  # type: ignore[arg-type]
+    StreamEngine._contribute_from(engine, feed, None, step, 0, 7)  # type: ignore[arg-type]
     assert events == ["take", "read and compute", "delay", "is wanted", "send", "hand over", "used"]

@@ -24,8 +24,7 @@ class World:
         self.sizes = sizes
         self.can_move = can_move
         self.feed = WorkerStreamFeed(WorkerFeed(self, 1))  # type: ignore[arg-type]
-        for worker in range(len(sizes)):
-            self._arrive(worker)
+        self._own = [self._begin(worker) for worker in range(len(sizes))]
         self.used: list[tuple[int, int]] = []
 
     def share(self, worker: int) -> None:
@@ -34,16 +33,15 @@ class World:
     def share_sizes(self) -> list[None]:
         return [None] * len(self.sizes)
 
-    def _arrive(self, worker: int) -> None:
-        position = self.feed._feed._position(worker)
-        self.feed.arrive(worker, self.iterate_piece(1, worker, position, 1))
+    def _begin(self, worker: int) -> object:
+        return self.iterate_piece(1, worker, self.feed._feed._position(worker), 1)
 
     def iterate_piece(self, number: int, share: int, start: int, step: int) -> object:
         return iter([(share, position) for position in range(start, self.sizes[share], step)])
 
     def step(self, worker: int, is_lost: bool = False) -> bool:
         """Makes a step of `worker`; returns False if there was nothing to do."""
-        source = self.feed.take(worker)
+        source = self.feed.take(worker, self._own[worker])
         if source is None:
             return False
         part = next(source, None)
@@ -59,7 +57,7 @@ class World:
     def lose(self, worker: int) -> None:
         """Loses a worker, which is back at once."""
         self.feed.release(worker)
-        self._arrive(worker)
+        self._own[worker] = self._begin(worker)
 
 
 @settings(max_examples=100, deadline=None)

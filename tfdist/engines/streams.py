@@ -146,11 +146,10 @@ class StreamEngine(rounds.RoundEngine):
 
     def _serve(self, residence: Any, iterator_on_worker: Any) -> None:
         worker, feed = coordinator.thread.worker, self._feed
-        feed.arrive(worker, iterator_on_worker)
         self._runner.bring_back(worker)
         while (local_step := self._runner.start(worker, residence.left.is_set)) is not None:
             try:
-                self._contribute_from(feed, residence.step, worker, local_step)
+                self._contribute_from(feed, iterator_on_worker, residence.step, worker, local_step)
             except tf.errors.OutOfRangeError:
                 coordinator.clear_error()
                 self._runner.give_up(worker)
@@ -162,8 +161,8 @@ class StreamEngine(rounds.RoundEngine):
                 coordinator.clear_error()
                 self._runner.fail(worker, local_step, error, self._residence is not residence)
 
-    def _contribute_from(self, feed: Any, step: RoundStep, worker: int, local_step: int) -> None:
-        source = feed.take(worker)
+    def _contribute_from(self, feed: Any, own: Any, step: RoundStep, worker: int, local_step: int) -> None:
+        source = feed.take(worker, own)
         if source is None:
             self._runner.end(worker, lambda: self._feed is not feed or feed.has_more(worker))
             return
@@ -205,20 +204,20 @@ class WorkerStreamFeed:
         self._feed = feed
         feed.pieces.wait_for_claims()
         self._lock = threading.Lock()
-        self._own: dict[int, Any] = {}
 
-    def arrive(self, worker: int, iterator: Any) -> None:
-        """Notes that `worker` takes part, with the iterator over its own share."""
-        self._own[worker] = iterator
+    def take(self, worker: int, own: Any) -> Any | None:
+        """Returns the iterator over the piece of `worker`, or over a piece without a reader; None at the end.
 
-    def take(self, worker: int) -> Any | None:
-        """Returns the iterator over the piece of `worker`, or over a piece without a reader; None at the end."""
+        Args:
+          worker: its index.
+          own: its iterator over its own share.
+        """
         with self._lock:
             piece = self._feed.pieces.claim(worker)
         if piece is None:
             return None
         # Only this worker's thread opens it.
-        return self._own[worker] if piece is self._feed.pieces.own[worker] else self._feed.opened(worker, piece)
+        return own if piece is self._feed.pieces.own[worker] else self._feed.opened(worker, piece)
 
     def used(self, worker: int) -> None:
         """Notes that the last `take` of `worker` was used in a contribution."""
@@ -252,58 +251,42 @@ class ChiefStreamFeed:
 
     def __init__(self, read: Callable[[], list[Any]]) -> None:
         self._read = read
-        self._lock = threading.Lock()
-        # A lock of its own, because reading may take long.
+        # Held while a batch is read, which may take long. The methods of a deque and of a dict need no lock.
         self._reading = threading.Lock()
         self._parts: collections.deque[Any] = collections.deque()
         self._taken: dict[int, Any] = {}
         self._at_end = False
 
-    def arrive(self, worker: int, iterator: None) -> None:
-        """Notes that `worker` takes part."""
-
     def ended(self, worker: int) -> None:
         """Does nothing: the end is known when a batch is read."""
 
-    def take(self, worker: int) -> Any | None:
+    def take(self, worker: int, own: None = None) -> Any | None:
         """Returns the next part; None at the end."""
+        del own
         while True:
-            with self._lock:
+            with contextlib.suppress(IndexError):
+                part = self._taken[worker] = self._parts.popleft()
+                return part
+            with self._reading:
                 if self._parts:
-                    part = self._taken[worker] = self._parts.popleft()
-                    return part
+                    continue
                 if self._at_end:
                     return None
-            with self._reading:
-                if self.has_more(worker):
-                    self._read_more()
-
-    def _read_more(self) -> None:
-        with self._lock:
-            if self._parts:
-                return
-        try:
-            parts = self._read()
-        except tf.errors.OutOfRangeError:
-            with self._lock:
-                self._at_end = True
-            return
-        with self._lock:
-            self._parts.extend(parts)
+                try:
+                    self._parts.extend(self._read())
+                except tf.errors.OutOfRangeError:
+                    self._at_end = True
 
     def has_more(self, worker: int) -> bool:
         """Returns True if `take` has a source for `worker`, or may have one."""
         del worker
-        with self._lock:
-            return bool(self._parts) or not self._at_end
+        return bool(self._parts) or not self._at_end
 
     def used(self, worker: int) -> None:
         """Notes that the last `take` of `worker` was used in a contribution."""
-        with self._lock:
-            self._taken.pop(worker, None)
+        self._taken.pop(worker, None)
 
     def release(self, worker: int) -> None:
         """Notes that `worker` was lost: another worker takes its part."""
-        with self._lock:
-            if (part := self._taken.pop(worker, None)) is not None:
-                self._parts.appendleft(part)
+        if (part := self._taken.pop(worker, None)) is not None:
+            self._parts.appendleft(part)
