@@ -502,25 +502,19 @@ class RoundStep:
         self._template = contribution
         self._home = (self._rows.devices or [SERVER_DEVICE])[0]
         flat = tf.nest.flatten(contribution, expand_composites=True)
-        destinations = self._destinations(contribution)
+        # The gradient that each tensor is of; behind them is the rest of the contribution.
+        owners = [
+            i for i, each in enumerate(contribution.gradients) for _ in tf.nest.flatten(each, expand_composites=True)
+        ]
+        destinations = [self._rows.devices[i] for i in owners] + [self._home] * (len(flat) - len(owners))
         if self._encoding is None:
             self._bundles = self._transfer.bundles(flat, destinations, replicas.homes_of(self._strategy, flat))
             return
-        groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices)
+        groups = self._encoding.groups(contribution.gradients, self._rows.targets, self._rows.devices, owners)
         self._bundles = encoding.EncodedBundles(self._encoding, groups, flat, destinations, self._transfer.bundles)
 
-    def _destinations(self, contribution: ReplicaContribution) -> list[str]:
-        destinations: list[str] = []
-        for gradient, device in zip(contribution.gradients, self._rows.devices, strict=True):
-            destinations += [device] * len(tf.nest.flatten(gradient, expand_composites=True))
-        rest = contribution._replace(gradients=[])
-        return destinations + [self._home] * len(tf.nest.flatten(rest, expand_composites=True))
-
     def _to_servers(self, *bundles: tf.Tensor) -> list[tf.Tensor]:
-        if not isinstance(self._bundles, encoding.EncodedBundles):
-            return self._bundles.send(bundles)
-        pushed, sent = self._bundles.send(bundles)
-        return [*pushed, sent]
+        return self._bundles.send(bundles)
 
     def _update(self, *flat: tf.Tensor) -> list[tf.Tensor]:
         size = len(self._specs)

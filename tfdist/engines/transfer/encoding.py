@@ -102,7 +102,11 @@ class Encoding:
             return [tf.cast(tf.reshape(values, spec.shape), spec.dtype) for values, spec in decoded], new
 
     def groups(
-        self, gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]], devices: Sequence[str]
+        self,
+        gradients: Sequence[Any],
+        targets: Sequence[tuple[Any, Any]],
+        devices: Sequence[str],
+        owners: Sequence[int],
     ) -> list[Group]:
         """Groups the gradients that are encoded, by parameter server and optimizer.
 
@@ -110,23 +114,15 @@ class Encoding:
           gradients: of a contribution, dense or `tf.IndexedSlices`.
           targets: optimizer and variable of each.
           devices: device of each variable.
+          owners: index of the gradient that each tensor of the flat contribution is of.
         """
         members: dict[tuple[int, str], list[int]] = collections.defaultdict(list)
-        positions: list[int] = []
-        position = 0
         for index, (gradient, (optimizer, _), device) in enumerate(zip(gradients, targets, devices, strict=True)):
-            positions.append(position)
-            position += len(tf.nest.flatten(gradient, expand_composites=True))
             if is_encoded(gradient):
                 members[id(optimizer), device].append(index)
         return [
-            Group(
-                targets[indices[0]][0],
-                [targets[index][1] for index in indices],
-                device,
-                [positions[index] for index in indices],
-            )
-            for (_, device), indices in members.items()
+            Group(targets[found[0]][0], [targets[i][1] for i in found], device, [owners.index(i) for i in found])
+            for (_, device), found in members.items()
         ]
 
 
@@ -200,11 +196,11 @@ class EncodedBundles:
         tensors |= zip(self._encoded, packed[count:], strict=True)
         return [tensors[index] for index in range(len(tensors))]
 
-    def send(self, packed: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def send(self, packed: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends what `pack` has returned.
 
         Returns:
-          The same tensors, decoded, on their devices; and the number of bytes that were sent, int64, on the worker.
+          The same tensors, decoded, on their devices; last the number of bytes that were sent, int64, on the worker.
         """
         count = len(self._bundles.devices)
         received, rest = self._bundles.send(packed[:count]), iter(self._all_or_none_finite(packed[count:]))
@@ -217,7 +213,7 @@ class EncodedBundles:
                 received += self._encoding.feedback.sum(*given, is_scaled=False)
             sent += sending.message
         with tf.device(_ON_WORKER):
-            return received, tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in sent])
+            return [*received, tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in sent])]
 
     def _all_or_none_finite(self, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         """Makes each message not finite if one of them is, so that no state changes in that step."""
