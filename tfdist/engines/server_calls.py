@@ -172,13 +172,10 @@ class ServerMemory(Memory):
             if each.transform.where != REPLICA
         }
 
-        def of(worker: int) -> list[np.ndarray]:
-            found: list[np.ndarray] = []
-            for state in states:
-                found += on_servers[id(state)] if id(state) in on_servers else self._values_on(worker, state)
-            return found
+        def of(worker: int, state: Kept) -> list[np.ndarray]:
+            return on_servers[id(state)] if id(state) in on_servers else self._values_on(worker, state)
 
-        return [of(worker) for worker in range(self._num_workers)]
+        return [[value for state in states for value in of(worker, state)] for worker in range(self._num_workers)]
 
     def distribute(self, states: Sequence[Kept], values: Callable[[int], Sequence[Sequence[np.ndarray]]]) -> None:
         """See `Memory`: a worker that is lost begins anew."""
@@ -313,9 +310,8 @@ class TaskUsages:
         self._known: dict[str, Usage] = {}
         # Bytes and CPU time of a task's former processes.
         self._former: dict[str, Usage] = {}
-        # Tasks with a request under way, and tasks that can't answer: their server is of another program.
+        # Tasks with a request under way, or that can't answer one: their server is of another program.
         self._asked: set[str] = set()
-        self._foreign: set[str] = set()
 
     def fetch(self, only_new: bool = False) -> dict[str, Usage]:
         """Returns the counters of each task, the last known ones of a task that does not answer in time.
@@ -325,7 +321,7 @@ class TaskUsages:
         """
         lost = {f"worker:{index}" for index in self._lost()}
         with self._lock:
-            free = [each for each in self._tasks if each not in lost | self._asked | self._foreign]
+            free = [each for each in self._tasks if each not in lost | self._asked]
             self._asked.update(free)
         threads = [threading.Thread(target=self._ask, args=(each,), daemon=True) for each in free]
         until = time.monotonic() + _TIMEOUT_SECS
@@ -338,24 +334,18 @@ class TaskUsages:
             return {task: self._known[task] for task in answered if task in self._known}
 
     def _ask(self, task: str) -> None:
-        usage, is_foreign = None, False
+        usage, can_answer = None, True
         try:
             usage = Usage.from_json(call_server(task, USAGE_REQUEST).tobytes())
         except Exception as error:  # Whatever a server answers, the report goes without its counters.
-            is_foreign = isinstance(error, TypeError | tf.errors.InvalidArgumentError)
+            can_answer = not isinstance(error, TypeError | tf.errors.InvalidArgumentError)
             coordinator.clear_error()
         with self._lock:
-            self._asked.discard(task)
-            if is_foreign:
-                self._foreign.add(task)
+            if can_answer:
+                self._asked.discard(task)
+            last = self._known.get(task)
+            if usage is not None and last is not None and last.started_at != usage.started_at:
+                # The task was started again; the bytes of its former process count, too.
+                self._former[task] = last
             if usage is not None:
-                self._keep(task, usage)
-
-    def _keep(self, task: str, usage: Usage) -> None:
-        last = self._known.get(task)
-        if last is not None and last.started_at != usage.started_at:
-            # The task was started again; the bytes of its former process count, too.
-            self._former[task] = last
-        if task in self._former:
-            usage = usage.after(self._former[task])
-        self._known[task] = usage
+                self._known[task] = usage.after(self._former[task]) if task in self._former else usage
