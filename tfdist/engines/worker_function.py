@@ -62,8 +62,6 @@ class Program:
     num_several = 1
     # True once `prepare_silent` was called.
     knows_silence = False
-    # True if a run makes one update, which no counter counts, and no batch is kept.
-    is_plain = False
     # Variable that counts the updates of all workers, once `run` is traced; None where it does not tell.
     _counted: Any = None
     # The same step, which accumulates its gradients instead of updating.
@@ -106,6 +104,7 @@ class Program:
         self._counts: dict[int, tf.Variable] = {}
         if accumulation is not None:
             self.adding = self._that_adds()
+        # True if a run makes one update, which no counter counts, and no batch is kept.
         self.is_plain = accumulation is None and counter is None and not self._keeps_batch
 
     @property
@@ -363,7 +362,6 @@ class Programs:
         self._coordinator = coordinator
         self._transfer = transfer
         self.traces = Traces()
-        self._counter: tf.Variable | None = None
         self.accumulates = True
 
     def find(
@@ -418,20 +416,19 @@ class Programs:
         if optimizer is not None and self.accumulates:
             make = functools.partial(Accumulation, self._coordinator, optimizer)
             accumulation = self.traces.shared(step, ("accumulation", optimizer), make)
-        counter = self._count_of_updates() if step.steps_per_execution > 1 else None
+        counter = self._count_of_updates if step.steps_per_execution > 1 else None
         return Program(self._strategy, step, args, kwargs, worker_fed, in_parts, accumulation, self._transfer, counter)
 
+    @functools.cached_property
     def _count_of_updates(self) -> tf.Variable:
-        """Returns the number of updates of all workers, on a parameter server; made when it is first needed."""
+        """Number of updates of all workers, on a parameter server."""
 
         def make() -> tf.Variable:
             with tf.device(coordinator.SERVER_DEVICE):
                 return tf.Variable(0, dtype=tf.int64, trainable=False, name="updates")
 
-        if self._counter is None:
-            # Not one of the model's variables: the caller may be in the strategy's scope, or in a graph.
-            self._counter = graphs.call_outside(make)
-        return self._counter
+        # Not one of the model's variables: the caller may be in the strategy's scope, or in a graph.
+        return graphs.call_outside(make)
 
 
 # Arguments of `strategy.run`, and the batches among them: their specs, their values, and the step that reads them.
