@@ -143,7 +143,7 @@ class AsynchronousEngine(Engine):
         """See `Engine.prepared`, also for a step that evaluates or predicts: the logs are the newest ones."""
         self.programs.rehearse(step, (handle,), {})
         # By whether a worker reads the batch itself.
-        program_for = functools.cache(lambda worker_fed: self.programs.trace(step, (handle,), {}, worker_fed, False))
+        program_for = functools.cache(lambda worker_fed: self.programs.trace(step, (handle,), {}, worker_fed))
         if step.kind == "predict":
             predicting = program_for(False)
             return lambda iterator, handle: predicting.rebuild(self._predict(predicting, iterator.feed))  # type: ignore[arg-type]
@@ -174,24 +174,23 @@ class AsynchronousEngine(Engine):
           The function's result; of a train or test step of Keras the newest logs (see `step`).
         """
         check_eager("strategy.run")
-        kind, handles = step.kind, worker_batch.handles_in((args, kwargs))
-        batch, feed = worker_function.unused(handles), None
-        in_parts = batch is None and bool(handles)
-        if batch is not None:
-            iterator = batch.iterator
-            # If a policy makes the workers read parts of batches, the chief sends whole batches to all other steps.
-            feed = iterator.decide(by_chief=kind in ("test", "predict") or iterator.dataset.is_cut)
-        program = self.programs.find(step, args, kwargs, feed, in_parts)
-        values = [handle.value() for handle in handles] if in_parts else []
-        tensors = splitting.flat(values) + program.flatten_arguments(args, kwargs)
+        kind, batch = step.kind, worker_function.unused(worker_batch.handles_in((args, kwargs)))
         if batch is None:
-            return program.rebuild(self.call(program, tensors))
+            # The tensors of several batches, or of one that was used before, are arguments as others are.
+            of_args, of_kwargs = worker_batch.as_specs(args, kwargs)
+            program = self.programs.find(step, of_args, of_kwargs, None)
+            args, kwargs = worker_batch.as_values(args, kwargs)
+            return program.rebuild(self.call(program, program.flatten_arguments(args, kwargs)))
+        iterator = batch.iterator
+        # If a policy makes the workers read parts of batches, the chief sends whole batches to all other steps.
+        feed = iterator.decide(by_chief=kind in ("test", "predict") or iterator.dataset.is_cut)
+        program = self.programs.find(step, args, kwargs, feed)
+        tensors = program.flatten_arguments(args, kwargs)
         if isinstance(feed, ChiefFeed):
-            batch.on_chief = whole = batch.iterator.chief_batch(feed)
+            batch.on_chief = whole = iterator.chief_batch(feed)
             tensors, feed = whole + tensors, None
         if kind in ("train", "test") or not program.dtypes:
-            is_last = batch.iterator.is_last
-            return program.rebuild(self.step(program, tensors, feed, is_last, kind == "train", batch=batch))
+            return program.rebuild(self.step(program, tensors, feed, iterator.is_last, kind == "train", batch=batch))
         return program.rebuild(self.call(program, tensors, feed, batch))
 
     def run_on_chief(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -37,8 +37,8 @@ _SEVERAL_OPERATIONS = 8000
 class Program:
     """`fn(*args, **kwargs)` in replica context, as a concrete function of flat tensors.
 
-    The batch comes first: an iterator that lives on the worker, or the batch's tensors. If the arguments are of several
-    batches, the tensors of each of their parts. All other tensors among the arguments follow.
+    The batch comes first: an iterator that lives on the worker, or the batch's tensors. All other tensors among the
+    arguments follow.
 
     Args:
       strategy: The strategy in whose scope `fn` is traced.
@@ -46,7 +46,6 @@ class Program:
       args: Its positional arguments; tensors and `WorkerBatch`es are placeholders for the values at run time.
       kwargs: Its keyword arguments, likewise.
       worker_fed: True if the batch is read from an iterator on the worker.
-      in_parts: True if each part of a batch is an argument.
       accumulation: Accumulators of the worker's gradients, which are then the last arguments.
       transfer: Form in which variables and gradients cross the network; stock TensorFlow's by default.
       counter: Of the updates of all workers, int64; for a step of which a worker makes several in one closure.
@@ -74,7 +73,6 @@ class Program:
         args: tuple,
         kwargs: dict[str, Any],
         worker_fed: bool,
-        in_parts: bool = False,
         accumulation: Accumulation | None = None,
         transfer: plan.TransferPlan | None = None,
         counter: tf.Variable | None = None,
@@ -87,9 +85,8 @@ class Program:
         self._fn = graphs.converted(step.function, by_default=True) if is_other else step.function
         self._leaves = tf.nest.flatten((args, kwargs))
         self._arguments = (args, kwargs)
-        handles, self._in_parts = handles_in(self._leaves), in_parts
-        parts = [handle.element_spec for handle in handles]
-        self._batch_spec = (parts if in_parts else handles[0].whole_spec) if handles else None
+        handles = handles_in(self._leaves)
+        self._batch_spec = handles[0].whole_spec if handles else None
         self._worker_fed = worker_fed and self._batch_spec is not None
         # A batch that a custom loop has taken on a worker may be given to a second function.
         self._keeps_batch = self._worker_fed and is_other
@@ -264,13 +261,13 @@ class Program:
     def _result_of(self, *inputs: Any) -> tuple[Any, Any]:
         """Returns the result of `fn`, and its batch."""
         batch, rest = self._take_batch(list(inputs))
-        supply, parts = iter(rest), iter(batch if self._in_parts else ())
-        leaves = [self._fill(leaf, batch, parts, supply) for leaf in self._leaves]
+        supply = iter(rest)
+        leaves = [self._fill(leaf, batch, supply) for leaf in self._leaves]
         args, kwargs = tf.nest.pack_sequence_as(self._arguments, leaves)
         if self.accumulation is None:
-            return self._call(args, kwargs, batch), batch
+            return self._call(args, kwargs), batch
         with self.accumulation.traced(list(supply), self._updates):
-            return self._call(args, kwargs, batch), batch
+            return self._call(args, kwargs), batch
 
     def _take_batch(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
         if self._batch_spec is None:
@@ -282,9 +279,9 @@ class Program:
         count = len(tf.nest.flatten(self._batch_spec, expand_composites=True))
         return tf.nest.pack_sequence_as(self._batch_spec, inputs[:count], expand_composites=True), inputs[count:]
 
-    def _fill(self, leaf: Any, batch: Any, parts: Iterator[Any], supply: Any) -> Any:
+    def _fill(self, leaf: Any, batch: Any, supply: Iterator[Any]) -> Any:
         if isinstance(leaf, WorkerBatch):
-            return next(parts) if self._in_parts else leaf.pick(batch)
+            return leaf.pick(batch)
         if not _is_tensor(leaf):
             return leaf
         if isinstance(leaf, tf.Tensor | tf.TensorSpec):
@@ -292,13 +289,13 @@ class Program:
         components = [next(supply) for _ in tf.nest.flatten(leaf, expand_composites=True)]
         return tf.nest.pack_sequence_as(leaf, components, expand_composites=True)
 
-    def _call(self, args: tuple, kwargs: dict[str, Any], batch: Any) -> Any:
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         # A device without a job is on the worker that runs the step.
         worker, kind = self._strategy.extended.worker_devices[0], self._step.kind
         sending = {"train": self._transfer.training, "test": self._transfer.reading}.get(kind)
         model = self._step.model
         transforms = gradients.transforms_of(self._strategy)
-        facts = functools.partial(_facts, batch)
+        facts = functools.partial(_facts, (args, kwargs))
         with (
             one_replica.replica_on(self._strategy, worker),
             sending(model, worker) if sending else contextlib.nullcontext(),
@@ -364,14 +361,7 @@ class Programs:
         self.traces = Traces()
         self.accumulates = True
 
-    def find(
-        self,
-        step: Step,
-        args: tuple,
-        kwargs: dict[str, Any],
-        feed: Feed | None,
-        in_parts: bool,
-    ) -> Program:
+    def find(self, step: Step, args: tuple, kwargs: dict[str, Any], feed: Feed | None) -> Program:
         """Returns the program for a call outside of graphs; traces it if it is new.
 
         Args:
@@ -379,21 +369,20 @@ class Programs:
           args: its positional arguments.
           kwargs: its keyword arguments.
           feed: of the pass that the batch is read from; None if the batch is among the arguments.
-          in_parts: see `Program`.
         """
         worker_fed = feed is not None and feed.in_step
         given = tf.nest.map_structure(_as_traced, (args, kwargs))
-        if feed is None and not in_parts and step.traces is not None:
+        if feed is None and step.traces is not None:
             given = self._with_open_sizes(step, given)
         args, kwargs = given
 
         def trace() -> Program:
             self.rehearse(step, args, kwargs)
-            return self.trace(step, args, kwargs, worker_fed, in_parts)
+            return self.trace(step, args, kwargs, worker_fed)
 
         form = repr(tf.nest.map_structure(lambda leaf: None, given))
         key = form, *map(_key, tf.nest.flatten(given))
-        return self.traces.find(step, (worker_fed, in_parts, key, step.steps_per_execution > 1), trace)
+        return self.traces.find(step, (worker_fed, key, step.steps_per_execution > 1), trace)
 
     def _with_open_sizes(self, step: Step, given: Any) -> Any:
         """Opens the sizes of a batch that others before had otherwise, as Keras' `train_on_batch` does."""
@@ -410,14 +399,14 @@ class Programs:
         """Creates the variables that the first call of a function would create."""
         rehearsal.before(self._strategy, step.function, *worker_batch.as_specs(list(args), kwargs))
 
-    def trace(self, step: Step, args: tuple, kwargs: dict[str, Any], worker_fed: bool, in_parts: bool) -> Program:
+    def trace(self, step: Step, args: tuple, kwargs: dict[str, Any], worker_fed: bool) -> Program:
         """Traces a function; see `Program` for the arguments."""
         optimizer, accumulation = step.accumulating, None
         if optimizer is not None and self.accumulates:
             make = functools.partial(Accumulation, self._coordinator, optimizer)
             accumulation = self.traces.shared(step, ("accumulation", optimizer), make)
         counter = self._count_of_updates if step.steps_per_execution > 1 else None
-        return Program(self._strategy, step, args, kwargs, worker_fed, in_parts, accumulation, self._transfer, counter)
+        return Program(self._strategy, step, args, kwargs, worker_fed, accumulation, self._transfer, counter)
 
     @functools.cached_property
     def _count_of_updates(self) -> tf.Variable:
