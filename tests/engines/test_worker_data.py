@@ -253,6 +253,13 @@ def test_a_batch_that_is_looked_at_first_is_read_by_the_chief(engine: Asynchrono
     assert isinstance(iterator.decide(by_chief=False), ChiefFeed)
 
 
+def test_a_batch_that_a_step_of_keras_has_used_has_no_value(engine: AsynchronousEngine) -> None:
+    batch = next(iter(WorkerDataset(engine, numbers(4), "shard"))).batch
+    batch.is_used, batch.on_worker = True, ()
+    with pytest.raises(RuntimeError, match="one of Keras' own steps has used before; give it to one function"):
+        batch.values()
+
+
 def test_a_handle_keeps_its_pass(engine: AsynchronousEngine) -> None:
     (batch,) = [next(iter(WorkerDataset(engine, numbers(), "shard")))]
     assert int(tf.reduce_sum(tf.add(batch, 1))) == 1

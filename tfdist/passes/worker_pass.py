@@ -359,7 +359,7 @@ class Batch:
 
     def _fetch(self) -> list[tf.Tensor]:
         self.iterator.engine.barrier()
-        if self.on_worker is None:
+        if not self.on_worker:
             raise RuntimeError(
                 "strategy.run was given a batch that one of Keras' own steps has used before; give it to one "
                 "function that does both, or take another batch."
