@@ -157,11 +157,9 @@ _MOST_ELEMENTS_READ = 1 << 14
 
 @contextlib.contextmanager
 def travel_together(model: keras.Model, worker: str) -> Iterator[None]:
-    """Within this block, a train step of `model` reads small weights, and sends their gradients, together.
+    """Within this block, a train step of a built `model`, traced for the device `worker`, sends small tensors together.
 
-    Args:
-      model: a model that is built.
-      worker: the device that the step is traced for.
+    So it reads small weights, and sends their gradients.
     """
     optimizers = optimizers_of(model)
     found = [part for optimizer in optimizers for part in parts_of(optimizer)]
@@ -173,14 +171,10 @@ def travel_together(model: keras.Model, worker: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_together(model: keras.Model, worker: str) -> Iterator[None]:
-    """Within this block, the step of `model` that is traced finds its small weights read already.
+    """Within this block, a step of a built `model`, traced for the device `worker`, finds small weights read already.
 
     A variable is read anew if the step has written it, or if it is read within a conditional, a loop or an update of
     its own.
-
-    Args:
-      model: a model that is built.
-      worker: the device that the step is traced for.
     """
     groups = _small_weights(model, worker)
     with _read_ahead([pair for (_, _, reader), group in groups.items() for pair in _read(group, reader)]):
@@ -189,15 +183,10 @@ def read_together(model: keras.Model, worker: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_rounded(model: keras.Model, worker: str, dtype: tf.DType) -> Iterator[None]:
-    """Within this block, the step of `model` that is traced reads its trainable weights rounded to `dtype`.
+    """Within this block, a step of a built `model`, traced for the device `worker`, reads weights rounded to `dtype`.
 
-    They are rounded on their parameter servers, small ones together, and have their own dtype again on the worker.
-    Embedding tables are not rounded, because a step reads single rows of them; nor are partitioned variables.
-
-    Args:
-      model: a model that is built.
-      worker: the device that the step is traced for.
-      dtype: `tf.float16` or `tf.bfloat16`.
+    Trainable ones are rounded on their parameter servers, small ones together, and have their own dtype again on the
+    worker. Embedding tables are not rounded, because a step reads single rows of them; nor are partitioned variables.
     """
     tables = {id(layer.embeddings) for layer in models.layers_of(model) if isinstance(layer, keras.layers.Embedding)}
     weights = [weight for weight in model.trainable_weights if id(weight) not in tables]
