@@ -51,8 +51,6 @@ class StepQueue:
     Attributes:
       pending: the steps in flight.
       logs: by program the flat result of its newest finished step; none from before the chief last wrote a variable.
-      has_news: True if the main thread has to act: on an error or a warning of earlier steps, or on a step for another
-        worker.
       on_loss: called when a worker is lost, with True, and when it is back, with False.
     """
 
@@ -77,12 +75,10 @@ class StepQueue:
         self._progressed_at = clock()
         self._changed = threading.Condition()
         self.pending: set[QueuedStep] = set()
-        self.has_news = False
         self._handed_back: collections.deque[QueuedStep] = collections.deque()
         self._error: BaseException | None = None
         self._logs_due_at = 0.0
         self._logs_on_their_way = False
-        self._finished = 0
         self._running: set[int] = set()
         self._lost: set[int] = set()
         self._cut_short: WorkerFeed | None = None
@@ -98,9 +94,14 @@ class StepQueue:
             lost = [f"worker:{worker} (lost; it has to be started again)" for worker in sorted(self._gone())]
         return ", ".join(busy + lost) or "any worker, to take it"
 
-    def progress(self) -> tuple[str, int] | None:
+    def progress(self) -> tuple[str, float] | None:
         """Returns the current activity and a number that changes with progress, for the stall reporter."""
-        return ("a step", self._finished) if self.pending else None
+        return ("a step", self._progressed_at) if self.pending else None
+
+    @property
+    def has_news(self) -> bool:
+        """True if the main thread has to act: on an error or a warning of steps, or on a step for another worker."""
+        return self._error is not None or self._cut_short is not None or bool(self._handed_back)
 
     # Waiting.
 
@@ -113,10 +114,8 @@ class StepQueue:
                     self._changed.wait(keepalive.POLL_SECS)
                     is_met = len(self.pending) < fewer_than if condition is None else condition()
                 step = self._handed_back.popleft() if self._handed_back else None
-                if step is None and self._error is None:
-                    self.has_news = self._cut_short is not None
-                    if is_met:
-                        break
+                if is_met and step is None and self._error is None:
+                    break
             if step is not None:
                 self.put(step)
             elif self._error is not None:
@@ -132,7 +131,6 @@ class StepQueue:
         """Warns, after a pass, of batches that were not used because a worker was lost."""
         with self._changed:
             feed, self._cut_short = self._cut_short, None
-            self.has_news = self._error is not None or bool(self._handed_back)
         loss = feed.loss(self._gone())
         if loss:
             # The caller is in Keras or in this library, so no stack level shows a line of the user's code.
@@ -172,8 +170,7 @@ class StepQueue:
             self._handed_back.clear()
             self.logs.clear()
             self._logs_on_their_way = False
-            self._cut_short = None
-            self.has_news = False
+            self._cut_short = self._error = None
             self._running.clear()
             self._changed.notify_all()
 
@@ -183,7 +180,6 @@ class StepQueue:
             for step in self.pending:
                 step.is_abandoned = True
             self._error = None
-            self.has_news = bool(self._handed_back) or self._cut_short is not None
 
     # Queuing and running.
 
@@ -277,7 +273,7 @@ class StepQueue:
                 self.on_loss(worker, False)
             except Exception as error:
                 # An exception would end this thread, and with it the worker.
-                self._error, self.has_news = self._error or error, True
+                self._error = self._error or error
             self._changed.notify_all()
 
     def _run(
@@ -313,8 +309,14 @@ class StepQueue:
             feed.pieces.used(worker, count)
         if is_rest:
             self._finish(step, worker, made)
-        else:
-            self._hand_on(step, worker, made, count)
+            return
+        # The rest of the execution is for another worker: this one is at the end of its share.
+        with self._changed:
+            if step in self.pending:
+                step.count -= count
+                if step.is_update:
+                    self._count_updates(step, worker, made, self._clock())
+        self._hand_back(step, worker)
 
     def _batch(self, step: QueuedStep, iterator_on_worker: Any) -> list[Any] | None:
         """Takes the next batch of a worker's piece; None at its end."""
@@ -332,7 +334,6 @@ class StepQueue:
     ) -> None:
         values = None if made is None else made.values
         with self._changed:
-            self._finished += 1
             now = self._progressed_at = self._clock()
             if step in self.pending:
                 # First: if it raises, this is called again with the error.
@@ -341,7 +342,7 @@ class StepQueue:
                 self.pending.remove(step)
                 self._running.discard(worker)
                 if error is not None and not step.is_abandoned:
-                    self._error, self.has_news = self._error or error, True
+                    self._error = self._error or error
                 if step.wants_logs:
                     self._logs_on_their_way = False
                     if values is not None:
@@ -352,16 +353,6 @@ class StepQueue:
             if step.result is not None:
                 resolve(step.result, values)
             self._changed.notify_all()
-
-    def _hand_on(self, step: QueuedStep, worker: int, made: MadeSteps, count: int) -> None:
-        """Leaves the rest of an execution to another worker: this one is at the end of its share."""
-        with self._changed:
-            self._finished += 1
-            if step in self.pending:
-                step.count -= count
-                if step.is_update:
-                    self._count_updates(step, worker, made, self._clock())
-        self._hand_back(step, worker)
 
     def _count_updates(self, step: QueuedStep, worker: int, made: MadeSteps, now: float) -> None:
         num_updates = len(made.staleness)
@@ -407,13 +398,12 @@ class StepQueue:
             if self._no_worker_has_data(feed):
                 if not feed.ended:
                     # Once per pass, although several steps may find the end.
-                    self._cut_short, self.has_news = feed, True
+                    self._cut_short = feed
                 feed.ended = True
                 self._drop(step)
                 return
             if step in self.pending:
                 self._handed_back.append(step)
-                self.has_news = True
                 self._changed.notify_all()
         self._park(worker)
 
