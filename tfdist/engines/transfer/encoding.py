@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +54,6 @@ class Encoding:
         self.codec = chosen
         self.feedback = ErrorFeedback(chosen, memory=memory, exchange=self._exchange)
         self._variables = variables
-        self._lock = threading.Lock()
         self._sent = [0] * num_workers
 
     @property
@@ -65,14 +63,12 @@ class Encoding:
         return tf.as_dtype(name) if name else None
 
     def count(self, worker: int, sent: int) -> None:
-        """Adds bytes that a worker has sent; any thread may call it."""
-        with self._lock:
-            self._sent[worker] += sent
+        """Adds bytes that a worker has sent; only the thread of this worker may call it."""
+        self._sent[worker] += sent
 
     def bytes_sent(self) -> list[int]:
         """Returns the bytes that each worker has sent so far."""
-        with self._lock:
-            return list(self._sent)
+        return list(self._sent)
 
     def _exchange(
         self, gradients: Sequence[tf.Tensor], state: codec.State, sending: Sending
@@ -241,14 +237,12 @@ def unscaled(gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]]) -> li
       gradients: of a contribution; they get the static shapes of their variables.
       targets: optimizer and variable of each.
     """
-    scales = _scales(targets)
-    for gradient, (_, variable) in zip(gradients, targets, strict=True):
+    result = []
+    for gradient, (_, variable), scale in zip(gradients, targets, _scales(targets), strict=True):
         if isinstance(gradient, tf.Tensor):
             gradient.set_shape(variable.shape)  # Not known by the gradients of some operations on rows.
-    return [
-        gradient if scale is None else contribution.times(gradient, 1 / scale)
-        for gradient, scale in zip(gradients, scales, strict=True)
-    ]
+        result.append(gradient if scale is None else contribution.times(gradient, 1 / scale))
+    return result
 
 
 def scaled(gradients: Sequence[Any], targets: Sequence[tuple[Any, Any]], devices: Sequence[str]) -> list[Any]:
