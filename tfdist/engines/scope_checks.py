@@ -16,10 +16,9 @@ from tfdist.step.step import Step
 
 
 def check_scope(strategy: tf.distribute.Strategy, step: Step) -> None:
-    """Refuses a model that has variables of the chief's own, in which workers would overwrite each other's counts.
+    """Raises ValueError for a model that was made outside of the strategy's scope, or its optimizer built there.
 
-    Raises:
-      ValueError: The model was made outside of the strategy's scope, or its optimizer was built there.
+    Such variables are the chief's own: workers would overwrite each other's counts in them.
     """
     if step.kind not in ("train", "test"):
         return
@@ -29,11 +28,7 @@ def check_scope(strategy: tf.distribute.Strategy, step: Step) -> None:
 
 
 def check_shards(step: Step) -> None:
-    """Refuses to train variables in shards untraced, where their gradients would be lost.
-
-    Raises:
-      ValueError: The model has such a variable.
-    """
+    """Raises ValueError for a step that trains variables in shards untraced: their gradients would be lost."""
     if step.kind != "train":
         return
     for variable in step.model.trainable_variables:
@@ -46,15 +41,7 @@ def check_shards(step: Step) -> None:
 
 
 def check_graph(step: Step, traced: Any) -> None:
-    """Refuses a traced step that workers can't run.
-
-    Args:
-      step: for the message.
-      traced: the concrete function that workers will run.
-
-    Raises:
-      ValueError: it uses a data set that was made outside of it.
-    """
+    """Raises ValueError if `traced`, the concrete function of a step, uses a data set that was made outside of it."""
     fn = step.function
     name = {"predict": "predict_step"}.get(step.kind, getattr(fn, "__name__", str(fn)))
     if any(captured.dtype == tf.variant for captured in traced.captured_inputs):
@@ -67,15 +54,14 @@ def check_graph(step: Step, traced: Any) -> None:
 
 def check_colocation(strategy: Any) -> None:
     """Makes optimizers of the strategy refuse to make slots for a variable that was made outside of the scope."""
-    variables.replace_colocation(strategy, lambda stock: _checking(strategy, stock))
 
+    def checking(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def colocate_vars_with(variable: Any) -> Any:
+            # A partitioned one has parts of the strategy's.
+            if isinstance(variable, tf.Variable) and not hasattr(variable, "variables"):
+                check_made_in_scope(strategy, [variable])
+            return stock(variable)
 
-def _checking(strategy: Any, colocate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def colocate_vars_with(variable: Any) -> Any:
-        # A partitioned one has parts of the strategy's.
-        is_whole = isinstance(variable, tf.Variable) and not hasattr(variable, "variables")
-        if is_whole:
-            check_made_in_scope(strategy, [variable])
-        return colocate(variable)
+        return colocate_vars_with
 
-    return colocate_vars_with
+    variables.replace_colocation(strategy, checking)
