@@ -99,6 +99,8 @@ class AsynchronousEngine(Engine):
         # Addresses of the parameter servers by index; they are probed when a step has failed.
         self.servers: Mapping[int, str] = {}
         self._queue = StepQueue(self.coordinator, num_workers, clock, stall_timeout_secs, on_update)
+        # Returns the names of the workers that the steps in flight wait for.
+        self.waited_for = self._queue.waited_for
         self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)
         self._reporter.start()
 
@@ -331,10 +333,6 @@ class AsynchronousEngine(Engine):
             return tf.errors.UnavailableError(None, None, f"{lost} ({brief})")
         # A server that was started again accepts connections; its variables are gone all the same.
         return tf.errors.UnavailableError(None, None, brief) if is_unavailable else None
-
-    def waited_for(self) -> str:
-        """Returns the names of the workers that the steps in flight wait for."""
-        return self._queue.waited_for()
 
     def close(self) -> None:
         """Cancels the steps in flight, and ends the engine's own thread; may be called again."""

@@ -451,10 +451,9 @@ class RoundStep:
             return self._packing.unpack(update(*tensors))
 
     def _update_from(self, count: int) -> Callable[..., Any]:
-        if count not in self._updates:
-            weights = [tf.TensorSpec([2, count], tf.float32)] if self._is_weighted else []
-            self._updates[count] = self._trace(self._update, self._specs * count + weights)
-        return self._updates[count]
+        weights = [tf.TensorSpec([2, count], tf.float32)] if self._is_weighted else []
+        update = self._updates[count] = self._trace(self._update, self._specs * count + weights)
+        return update
 
     def _trace(self, function: Callable[..., Any], specs: Sequence[Any]) -> Callable[..., Any]:
         return one_replica.trace(self._strategy, function, specs)

@@ -36,8 +36,7 @@ from tfdist.coordination import delay_hook
 from tfdist.coordination.stream_runner import StreamRunner
 from tfdist.engines import rounds
 from tfdist.engines.rounds import RoundStep, parts_of_batch
-from tfdist.passes import worker_pass
-from tfdist.passes.worker_pass import WorkerFeed, WorkerIterator
+from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator
 from tfdist.policies.base import Update
 from tfdist.step import gradients
 from tfdist.transforms import ARRIVAL
@@ -85,7 +84,7 @@ class StreamEngine(rounds.RoundEngine):
                     raise
         if update is None:
             self._without_update(iterator)
-        if isinstance(iterator.feed, worker_pass.ChiefFeed):
+        if isinstance(iterator.feed, ChiefFeed):
             iterator.feed.redeem()
         return self._logs, update
 
@@ -99,7 +98,11 @@ class StreamEngine(rounds.RoundEngine):
         if step is not self._step:
             self._step, self._logs = step, None
         if iterator is not self._iterator:
-            self._feed = self._feed_of(iterator)
+            feed = iterator.decide(by_chief=False)
+            if isinstance(feed, ChiefFeed):
+                self._feed = ChiefStreamFeed(lambda: self._read(feed, iterator))
+            else:
+                self._feed = WorkerStreamFeed(feed)
             self._iterator, self._begun_at = iterator, self._policy.step
             self._runner.resume()
         if self._feed.from_chief:
@@ -110,13 +113,7 @@ class StreamEngine(rounds.RoundEngine):
         super().end_fit()
         self._step = self._iterator = None
 
-    def _feed_of(self, iterator: WorkerIterator) -> WorkerStreamFeed | ChiefStreamFeed:
-        feed = iterator.decide(by_chief=False)
-        if isinstance(feed, worker_pass.ChiefFeed):
-            return ChiefStreamFeed(lambda: self._read(feed, iterator))
-        return WorkerStreamFeed(feed)
-
-    def _read(self, feed: worker_pass.ChiefFeed, iterator: WorkerIterator) -> list[Any]:
+    def _read(self, feed: ChiefFeed, iterator: WorkerIterator) -> list[Any]:
         # In the thread of one worker, but any worker may be given a part.
         with tf.device(coordinator.CHIEF_DEVICE):
             return parts_of_batch(feed.next_batch(), iterator, self.replicas_to_aggregate)
