@@ -185,18 +185,14 @@ class ServerMemory(Memory):
                 own = [next(left) for _ in state.specs]
                 if state.transform.where == REPLICA:
                     self._on_worker(
-                        worker,
-                        lambda own=own, state=state: self._write_on_worker(
-                            self._names(state), state.specs, [tf.constant(array) for array in own]
-                        ),
+                        worker, lambda own=own, state=state: self.write(state, [*map(tf.constant, own)], True)
                     )
                 elif not worker:
-                    for variable, array in zip(self._on_servers(state), own, strict=True):
-                        variable.assign(array)
+                    self.write(state, own, True)
 
     def _values_on(self, worker: int, state: Kept) -> list[np.ndarray]:
         def read() -> list[np.ndarray]:
-            found = self._read_on_worker(self._names(state), state.specs, state.initial)
+            found = self.read(state)
             with tf.device(CHIEF_DEVICE):
                 return [tf.identity(each).numpy() for each in found]
 
