@@ -211,11 +211,7 @@ class RoundEngine(Engine):
             feed.redeem()
         feed.updates += 1
         with _WHOLE if self._warmup is None else self._phase(step, self._warmup):
-            present = self._residence
-            if present is None or present.step is not step or present.iterator is not iterator:
-                self._reside(step, iterator, parts)
-            else:
-                present.parts = parts
+            self._reside(step, iterator, parts)
             try:
                 self._runner.open()
                 contributions, update = self._runner.collect(functools.partial(self._check, step, iterator, parts))
@@ -230,8 +226,7 @@ class RoundEngine(Engine):
 
     @contextlib.contextmanager
     def _limited(self, step: RoundStep, warmup: Warmup) -> Iterator[None]:
-        counts_epochs = warmup.unit == "epochs"
-        is_first = counts_epochs and _is_first_step(step.model)
+        is_first = warmup.unit == "epochs" and _is_first_step(step.model)
         self._runner.limit(warmup.taking_part_next(is_first))
         made = self._policy.step
         yield
