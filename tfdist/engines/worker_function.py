@@ -364,11 +364,7 @@ class Programs:
     def find(self, step: Step, args: tuple, kwargs: dict[str, Any], feed: Feed | None) -> Program:
         """Returns the program for a call outside of graphs; traces it if it is new.
 
-        Args:
-          step: the function.
-          args: its positional arguments.
-          kwargs: its keyword arguments.
-          feed: of the pass that the batch is read from; None if the batch is among the arguments.
+        `feed` is that of the pass from which the batch is read; None if the batch is among the arguments.
         """
         worker_fed = feed is not None and feed.in_step
         given = tf.nest.map_structure(_as_traced, (args, kwargs))
