@@ -143,7 +143,6 @@ class AsynchronousEngine(Engine):
 
     def prepared(self, step: Step, handle: WorkerBatch) -> Callable[[WorkerIterator, WorkerBatch], Any]:
         """See `Engine.prepared`, also for a step that evaluates or predicts: the logs are the newest ones."""
-        self.programs.rehearse(step, (handle,), {})
         # By whether a worker reads the batch itself.
         program_for = functools.cache(lambda worker_fed: self.programs.trace(step, (handle,), {}, worker_fed))
         if step.kind == "predict":

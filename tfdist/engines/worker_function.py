@@ -371,14 +371,9 @@ class Programs:
         if feed is None and step.traces is not None:
             given = self._with_open_sizes(step, given)
         args, kwargs = given
-
-        def trace() -> Program:
-            self.rehearse(step, args, kwargs)
-            return self.trace(step, args, kwargs, worker_fed)
-
         form = repr(tf.nest.map_structure(lambda leaf: None, given))
-        key = form, *map(_key, tf.nest.flatten(given))
-        return self.traces.find(step, (worker_fed, key, step.steps_per_execution > 1), trace)
+        key = worker_fed, step.steps_per_execution > 1, form, *map(_key, tf.nest.flatten(given))
+        return self.traces.find(step, key, lambda: self.trace(step, args, kwargs, worker_fed))
 
     def _with_open_sizes(self, step: Step, given: Any) -> Any:
         """Opens the sizes of a batch that others before had otherwise, as Keras' `train_on_batch` does."""
@@ -391,12 +386,9 @@ class Programs:
         ]
         return tf.nest.pack_sequence_as(given, before[form])
 
-    def rehearse(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Creates the variables that the first call of a function would create."""
-        rehearsal.before(self._strategy, step.function, *worker_batch.as_specs(list(args), kwargs))
-
     def trace(self, step: Step, args: tuple, kwargs: dict[str, Any], worker_fed: bool) -> Program:
-        """Traces a function; see `Program` for the arguments."""
+        """Traces a function, once the variables exist that its first call makes; see `Program` for the arguments."""
+        rehearsal.before(self._strategy, step.function, *worker_batch.as_specs(list(args), kwargs))
         optimizer, accumulation = step.accumulating, None
         if optimizer is not None and self.accumulates:
             make = functools.partial(Accumulation, self._coordinator, optimizer)
