@@ -476,7 +476,7 @@ class RoundStep:
         worker = self._strategy.extended.worker_devices[0]
         with (
             self._as_replica(worker),
-            self._transfer.contributing(self.model, worker),
+            self._transfer.reading(self.model, worker),
             coordinated_variable.watched(self._step.written_past_keras),
         ):
             contribution = self._step.contribute(batch, batch_rows)

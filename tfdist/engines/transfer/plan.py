@@ -49,12 +49,9 @@ class TransferPlan:
 
     def reading(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
         """Within this block, a step of `model` that is traced for `worker` reads variables as decided."""
-        return contextlib.nullcontext() if self._is_plain else rewrites.read_together(model, worker)
-
-    def contributing(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
-        """Within this block, a step of `model` whose gradients may be encoded reads variables as decided."""
         dtype = self.encoding.read_dtype if self.encoding else None
-        return self.reading(model, worker) if dtype is None else rewrites.read_rounded(model, worker, dtype)
+        is_stock = self._is_plain and dtype is None
+        return contextlib.nullcontext() if is_stock else rewrites.read_together(model, worker, dtype)
 
     def training(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
         """Within this block, a train step of `model` reads variables and sends gradients as decided."""

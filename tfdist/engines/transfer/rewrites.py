@@ -170,42 +170,33 @@ def travel_together(model: keras.Model, worker: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_together(model: keras.Model, worker: str) -> Iterator[None]:
+def read_together(model: keras.Model, worker: str, rounded_to: tf.DType | None = None) -> Iterator[None]:
     """Within this block, a step of a built `model`, traced for the device `worker`, finds small weights read already.
 
     A variable is read anew if the step has written it, or if it is read within a conditional, a loop or an update of
     its own.
-    """
-    groups = _small_weights(model, worker)
-    with _read_ahead([pair for (_, _, reader), group in groups.items() for pair in _read(group, reader)]):
-        yield
 
-
-@contextlib.contextmanager
-def read_rounded(model: keras.Model, worker: str, dtype: tf.DType) -> Iterator[None]:
-    """Within this block, a step of a built `model`, traced for the device `worker`, reads weights rounded to `dtype`.
-
-    Trainable ones are rounded on their parameter servers, small ones together, and have their own dtype again on the
-    worker. Embedding tables are not rounded, because a step reads single rows of them; nor are partitioned variables.
+    With `rounded_to`, trainable weights of any size are read already, and rounded to this dtype on their parameter
+    servers; they have their own dtype again on the worker. Embedding tables are not rounded, because a step reads
+    single rows of them; nor are partitioned variables.
     """
     tables = {id(layer.embeddings) for layer in models.layers_of(model) if isinstance(layer, keras.layers.Embedding)}
-    weights = [weight for weight in model.trainable_weights if id(weight) not in tables]
-    rounded = [_own(weight) for weight in weights]
+    trained = {id(weight) for weight in model.trainable_weights} - tables
     groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
-    for variable in rounded:
-        if variable is not None and variable.dtype.size > dtype.size:
-            groups[variable.device, variable.dtype].append(variable)
-    chosen = {id(variable) for group in groups.values() for variable in group}
-    small = _small_weights(model, worker).values()
-    others = [[each for each in group if id(each) not in chosen] for group in small]
-    pairs = [pair for group in others if group for pair in _read(group, worker)]
-    pairs += [pair for group in groups.values() for pair in _read(group, worker, dtype)]
-    with _read_ahead(pairs):
-        yield
-
-
-@contextlib.contextmanager
-def _read_ahead(ahead: Sequence[tuple[CoordinatedVariable, tf.Tensor]]) -> Iterator[None]:
+    for weight in model.weights:
+        variable = _own(weight)
+        if variable is None:
+            continue
+        is_rounded = rounded_to is not None and id(weight) in trained and variable.dtype.size > rounded_to.size
+        if is_rounded or is_small(variable, _MOST_ELEMENTS_READ):
+            sent_dtype = rounded_to if is_rounded else variable.dtype
+            groups[variable.device, variable.dtype, placement.reader_of(weight, worker), sent_dtype].append(variable)
+    ahead = [
+        pair
+        for (_, dtype, reader, sent_dtype), group in groups.items()
+        if len(group) > 1 or sent_dtype != dtype
+        for pair in _read(group, reader, sent_dtype)
+    ]
     for variable, value in ahead:
         variable.ahead = value
     try:
@@ -213,16 +204,6 @@ def _read_ahead(ahead: Sequence[tuple[CoordinatedVariable, tf.Tensor]]) -> Itera
     finally:
         for variable, _ in ahead:
             variable.ahead = None
-
-
-def _small_weights(model: keras.Model, worker: str) -> dict[tuple[str, tf.DType, str], list[CoordinatedVariable]]:
-    """Returns groups of two or more small variables of one parameter server and dtype that one device reads."""
-    groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
-    for weight in model.weights:
-        variable = _own(weight)
-        if variable is not None and is_small(variable, _MOST_ELEMENTS_READ):
-            groups[variable.device, variable.dtype, placement.reader_of(weight, worker)].append(variable)
-    return {key: group for key, group in groups.items() if len(group) > 1}
 
 
 def _own(weight: Any) -> CoordinatedVariable | None:
@@ -234,12 +215,12 @@ def _own(weight: Any) -> CoordinatedVariable | None:
 
 
 def _read(
-    group: Sequence[CoordinatedVariable], worker: str, sent_dtype: tf.DType | None = None
+    group: Sequence[CoordinatedVariable], worker: str, sent_dtype: tf.DType
 ) -> Iterator[tuple[CoordinatedVariable, tf.Tensor]]:
     dtype = group[0].dtype
-    bundles = Bundles([tf.TensorSpec(each.shape, sent_dtype or dtype) for each in group], [worker] * len(group))
+    bundles = Bundles([tf.TensorSpec(each.shape, sent_dtype) for each in group], [worker] * len(group))
     with tf.device(group[0].device):
-        packed = bundles.pack([tf.cast(each.read_value(), sent_dtype or dtype) for each in group])
+        packed = bundles.pack([tf.cast(each.read_value(), sent_dtype) for each in group])
     values = bundles.unpack(packed)
     with tf.device(worker):
         return zip(group, [tf.cast(value, dtype) for value in values], strict=True)
