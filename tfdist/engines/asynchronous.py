@@ -98,7 +98,7 @@ class AsynchronousEngine(Engine):
         self.before_queueing: Callable[[], None] | None = None
         # Addresses of the parameter servers by index; they are probed when a step has failed.
         self.servers: Mapping[int, str] = {}
-        self._queue = StepQueue(self.coordinator, num_workers, clock, stall_timeout_secs, on_update)
+        self._queue = StepQueue(self.coordinator, clock, stall_timeout_secs, on_update)
         # Returns the names of the workers that the steps in flight wait for.
         self.waited_for = self._queue.waited_for
         self._reporter = stalls.StallReporter(self.waited_for, progress=self._queue.progress, clock=clock)

@@ -528,7 +528,9 @@ class RoundStep:
             if self._is_unscaled:
                 gradients = encoding.scaled(gradients, self._rows.targets, self._rows.devices)
             total = total._replace(gradients=self._rows.joined(gradients))
-            with optimizers.patched_attributes(_scaling_alone(self._step.model)):
+            found = optimizers.optimizers_of(self._step.model)
+            # The stock way of loss scaling can't be around gradient accumulation's conditional.
+            with optimizers.patched_attributes([change for each in found for change in optimizers.scaling_alone(each)]):
                 self._step.update(total, lambda variable: tf.device(variable.value.device))
             for variable, count in zip(self._step.counters, self._step.counts(total), strict=True):
                 variable.value.assign_add(tf.cast(count, variable.dtype))
@@ -553,11 +555,6 @@ def _push_encoded(counted: encoding.Encoding, push: Callable[..., Any], *contrib
     *pushed, sent = push(*contribution)
     counted.count(coordinator.this_worker(), int(sent.numpy()))
     return pushed
-
-
-def _scaling_alone(model: keras.Model) -> list[tuple[Any, str, Any]]:
-    """Changes by which loss scaling updates here: its stock way can't be around gradient accumulation's conditional."""
-    return [change for each in optimizers.optimizers_of(model) for change in optimizers.scaling_alone(each)]
 
 
 def parts_of_batch(batch: Sequence[tf.Tensor], iterator: WorkerIterator, num_parts: int) -> list[list[tf.Tensor]]:

@@ -43,7 +43,6 @@ class StepQueue:
 
     Args:
       coordinator: schedules closures on the workers.
-      num_workers: number of workers of the cluster.
       clock: seconds, monotonic.
       stall_timeout_secs: see `AsynchronousEngine`.
       on_update: see `AsynchronousEngine`.
@@ -57,7 +56,6 @@ class StepQueue:
     def __init__(
         self,
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        num_workers: int,
         clock: Callable[[], float],
         stall_timeout_secs: float,
         on_update: Callable[[Update], object],
@@ -82,8 +80,8 @@ class StepQueue:
         self._running: set[int] = set()
         self._lost: set[int] = set()
         self._cut_short: WorkerFeed | None = None
-        # By worker, as in `MadeSteps`.
-        self._staleness: list[Sequence[int | None]] = [_ESTIMATED] * num_workers
+        # By worker, as in `MadeSteps`: of its last update whose staleness is known, estimated until there is one.
+        self._staleness: dict[int, Sequence[int | None]] = collections.defaultdict(lambda: [None])
         self._submit = closures.scheduling(coordinator)
         closures.after_each(coordinator, self._lost, self._find_alive)
 
@@ -515,10 +513,6 @@ class MadeSteps:
     values: list[np.ndarray] | None
     batch: Sequence[tf.Tensor]
     staleness: Sequence[int | None]
-
-
-# Of one update, whose staleness the chief estimates.
-_ESTIMATED = (None,)
 
 
 def make_steps(
