@@ -26,14 +26,12 @@ class GradientSums:
     """One worker's sums of gradients; a worker that was lost begins with new ones.
 
     Args:
-      shapes: those of the variables that are trained.
-      dtypes: likewise.
-      devices: of the worker, likewise; "" for its first one.
+      kinds: shape, dtype and device of each, as of the variables that are trained; "" for the worker's first device.
     """
 
-    def __init__(self, shapes: Sequence[tf.TensorShape], dtypes: Sequence[Any], devices: Sequence[str]):
+    def __init__(self, kinds: Sequence[tuple[tf.TensorShape, tf.DType, str]]):
         self._variables = []
-        for shape, dtype, device in zip(shapes, dtypes, devices, strict=True):
+        for shape, dtype, device in kinds:
             with replicas.on_device(device):
                 self._variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
         # Number of gradients that were added since the last update.
@@ -57,12 +55,11 @@ class Accumulation:
         self._optimizer = optimizer
         self._variables = optimizers.trained_by(optimizer)
         self.num_steps = int(optimizer.gradient_accumulation_steps)
-        shapes = [tf.TensorShape(variable.shape) for variable in self._variables]
-        dtypes = [tf.as_dtype(variable.dtype) for variable in self._variables]
         with coordinator.strategy.scope():
-            devices = [placement.reader_of(variable, "") for variable in self._variables]
-        self._devices = devices
-        self.on_workers = create_on_workers(coordinator, lambda: GradientSums(shapes, dtypes, devices))
+            self._devices = [placement.reader_of(variable, "") for variable in self._variables]
+        pairs = zip(self._variables, self._devices, strict=True)
+        kinds = [(tf.TensorShape(each.shape), tf.as_dtype(each.dtype), device) for each, device in pairs]
+        self.on_workers = create_on_workers(coordinator, lambda: GradientSums(kinds))
 
     @property
     def specs(self) -> list[tf.TensorSpec]:
