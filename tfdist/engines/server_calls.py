@@ -28,15 +28,7 @@ from tfdist.transforms import REPLICA
 
 
 def call_server(task: str, request: bytes) -> np.ndarray:
-    """Calls the function of a server process, and waits for its answer without a time limit.
-
-    Args:
-      task: name of the process, such as "worker:0".
-      request: argument of the function.
-
-    Returns:
-      The answer, uint8.
-    """
+    """Calls the function of a server process, such as "worker:0"; returns its answer, uint8, however long it takes."""
     job, _, index = task.partition(":")
     with tf.init_scope():
         with tf.device(CHIEF_DEVICE):
@@ -49,12 +41,9 @@ def call_server(task: str, request: bytes) -> np.ndarray:
 
 
 def within(timeout_secs: float, task: str, function: Callable[[], Any]) -> Any:
-    """Returns what `function` returns, which calls `task`, or raises its error.
+    """Returns what `function` returns, which calls `task`, or raises its error; TimeoutError after `timeout_secs`.
 
     It runs in a thread of its own, which is left behind if it takes too long.
-
-    Raises:
-      TimeoutError: it took longer than `timeout_secs`.
     """
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
