@@ -96,7 +96,7 @@ class Program:
         # Packs a flat result into the structure that `fn` returned.
         self.rebuild = self._packing.rebuild
         self.run = self.run_silently = self._trace(self._on_worker)
-        self._several: Callable[..., list[tf.Tensor]] | None = None
+        self._several: Any = None
         # By worker, on the parameter server: the number of all updates before and after each of several steps.
         self._counts: dict[int, tf.Variable] = {}
         if accumulation is not None:
@@ -153,8 +153,6 @@ class Program:
 
     def run_several(self, *inputs: Any) -> list[int]:
         """Makes `num_several` steps, each with the next batch of the iterator; returns the staleness of each update."""
-        if self._several is None:
-            raise RuntimeError("run_several() needs prepare_several(), for a step that is small and has a counter")
         worker = coordinator.this_worker()
         if worker not in self._counts:
             with tf.device(SERVER_DEVICE):
