@@ -118,14 +118,13 @@ class RoundEngine(Engine):
         self.num_workers = engine.num_workers
         self.coordinator = engine.coordinator
         self._on_update = on_update
-        self._count = engine.num_workers
         # Each update needs a part of the batch from each worker, if the workers share the data.
         is_shared = engine.data_sharding == "shard"
-        self.num_parts = self._count if is_shared else 1
+        self.num_parts = self.num_workers if is_shared else 1
         self._sharding = "deal" if is_shared else engine.data_sharding
         # Into which a worker's own batches are cut.
         self._num_own_parts = 1
-        names = [f"worker:{index}" for index in range(self._count)]
+        names = [f"worker:{index}" for index in range(self.num_workers)]
         self._policy = policy
         self._transfer = transfer
         self._runner = self._runner_type(policy, names, stall_timeout_secs)
@@ -180,7 +179,7 @@ class RoundEngine(Engine):
 
     def _of_policy(self) -> dict[str, Any]:
         """Returns the arguments of `RoundStep` that depend on the kind of the policy."""
-        return {"total_num_replicas": self._count}
+        return {"total_num_replicas": self.num_workers}
 
     def step(self, step: RoundStep, iterator: WorkerIterator, handle: WorkerBatch | None = None) -> Any:
         """Makes one update.
@@ -206,7 +205,7 @@ class RoundEngine(Engine):
         """Makes an update, and returns it with the flat logs after it; None if no gradient is left for one."""
         feed, parts = iterator.feed or iterator.decide(by_chief=False), None
         if isinstance(feed, ChiefFeed):
-            parts = parts_of_batch(feed.next_batch(), iterator, self.num_parts) * (self._count // self.num_parts)
+            parts = parts_of_batch(feed.next_batch(), iterator, self.num_parts) * (self.num_workers // self.num_parts)
             step.prepare_for_batches()
             feed.redeem()
         feed.updates += 1
@@ -232,8 +231,12 @@ class RoundEngine(Engine):
         yield
         if self._policy.step > made:
             warmup.opened(is_first)
-            if is_first:
-                _check_counts(step.model)
+            if is_first and _is_first_step(step.model):
+                raise ValueError(
+                    "Warmup(epochs=...) learns from a metric where an epoch begins, and this model's train_step "
+                    "updates none; use Warmup(steps=...). "
+                    f"Received: a model {step.model.name!r} whose metrics count nothing"
+                )
 
     def close(self) -> None:
         """Returns the workers' threads to the coordinator, and ends this engine's own thread; may be called again."""
@@ -241,13 +244,13 @@ class RoundEngine(Engine):
         self._reporter.stop()
 
     def _check(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
-        if coordinator.has_failed(self._engine.coordinator):
+        if coordinator.has_failed(self.coordinator):
             # The coordinator waits for all closures to end before it raises.
             self.leave()
-            coordinator.raise_failure(self._engine.coordinator)
-        for worker in coordinator.lost_workers(self._engine.coordinator):
+            coordinator.raise_failure(self.coordinator)
+        for worker in coordinator.lost_workers(self.coordinator):
             # A worker may have died in an evaluation, for example, which the runner doesn't see.
-            self._lose(worker, lambda worker=worker: worker in coordinator.lost_workers(self._engine.coordinator))
+            self._lose(worker, lambda worker=worker: worker in coordinator.lost_workers(self.coordinator))
         # Another thread of the program may have scheduled a function in the meantime.
         self._reside(step, iterator, parts)
 
@@ -263,8 +266,8 @@ class RoundEngine(Engine):
         self.leave()
         residence = self._residence = _Residence(step, iterator, parts)
         on_workers = iterator.feed.begin() if isinstance(iterator.feed, WorkerFeed) else None
-        for _ in range(self._count):
-            coordinator.scheduling(self._engine.coordinator)(self._serve, (residence, on_workers), {})
+        for _ in range(self.num_workers):
+            coordinator.scheduling(self.coordinator)(self._serve, (residence, on_workers), {})
 
     def leave(self) -> None:
         """Returns the workers' threads to the coordinator."""
@@ -572,18 +575,4 @@ def _is_first_step(model: Any) -> bool:
     """
     return not any(
         keras.ops.convert_to_numpy(variable).any() for variable in model.metrics_variables if "count" in variable.path
-    )
-
-
-def _check_counts(model: Any) -> None:
-    """Checks, after an update, that the model counts, so that `_is_first_step` can tell.
-
-    Raises:
-      ValueError: it does not.
-    """
-    if not _is_first_step(model):
-        return
-    raise ValueError(
-        "Warmup(epochs=...) learns from a metric where an epoch begins, and this model's train_step updates none; use "
-        f"Warmup(steps=...). Received: a model {model.name!r} whose metrics count nothing"
     )
