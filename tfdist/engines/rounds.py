@@ -339,6 +339,7 @@ class RoundStep:
       is_relative: see `SplitTrainStep`.
 
     Attributes:
+      model: the Keras model of the step.
       contribute: the traced function of `contribute_next`.
       contribute_from: computes a contribution from the tensors of a batch of the chief, on the default device, which is
         the worker; None before `prepare_for_batches`.
@@ -361,6 +362,7 @@ class RoundStep:
     ) -> None:
         self._strategy = strategy
         self._transfer = transfer
+        self.model = step.model
         # Of the gradients that are sent; None to send them as they are.
         self._encoding = transfer.encoding
         # The scale of losses may change before the gradients of asynchronous replicas are applied.
@@ -399,11 +401,6 @@ class RoundStep:
         # By the number of contributions.
         self._updates: dict[int, Callable[..., Any]] = {}
         self._update_from(replicas_to_aggregate)
-
-    @property
-    def model(self) -> Any:
-        """The Keras model of the step."""
-        return self._step.model
 
     def contribute_next(self, iterator: Any, worker: int) -> tuple[list[tf.Tensor], float, bool]:
         """Computes a contribution from the iterator of `worker`, which is the default device.
@@ -531,7 +528,7 @@ class RoundStep:
             if self._is_unscaled:
                 gradients = encoding.scaled(gradients, self._rows.targets, self._rows.devices)
             total = total._replace(gradients=self._rows.joined(gradients))
-            found = optimizers.optimizers_of(self._step.model)
+            found = optimizers.optimizers_of(self.model)
             # The stock way of loss scaling can't be around gradient accumulation's conditional.
             with optimizers.patched_attributes([change for each in found for change in optimizers.scaling_alone(each)]):
                 self._step.update(total, lambda variable: tf.device(variable.value.device))
