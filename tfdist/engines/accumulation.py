@@ -34,13 +34,10 @@ class GradientSums:
         for shape, dtype, device in kinds:
             with replicas.on_device(device):
                 self._variables.append(tf.Variable(tf.zeros(shape, dtype), trainable=False))
+        # The resources by which a step reaches them.
+        self.handles = [variable.handle for variable in self._variables]
         # Number of gradients that were added since the last update.
         self.count = 0
-
-    @property
-    def handles(self) -> list[tf.Tensor]:
-        """The resource handles by which a step reaches them."""
-        return [variable.handle for variable in self._variables]
 
 
 class Accumulation:
@@ -54,17 +51,14 @@ class Accumulation:
     def __init__(self, coordinator: tf.distribute.coordinator.ClusterCoordinator, optimizer: Any):
         self._optimizer = optimizer
         self._variables = optimizers.trained_by(optimizer)
+        # Of `GradientSums.handles`.
+        self.specs = [tf.TensorSpec([], tf.resource)] * len(self._variables)
         self.num_steps = int(optimizer.gradient_accumulation_steps)
         with coordinator.strategy.scope():
             self._devices = [placement.reader_of(variable, "") for variable in self._variables]
         pairs = zip(self._variables, self._devices, strict=True)
         kinds = [(tf.TensorShape(each.shape), tf.as_dtype(each.dtype), device) for each, device in pairs]
         self.on_workers = create_on_workers(coordinator, lambda: GradientSums(kinds))
-
-    @property
-    def specs(self) -> list[tf.TensorSpec]:
-        """Returns the specs of `GradientSums.handles`."""
-        return [tf.TensorSpec([], tf.resource)] * len(self._variables)
 
     @contextlib.contextmanager
     def traced(self, handles: Sequence[tf.Tensor], updates: bool) -> Iterator[None]:
