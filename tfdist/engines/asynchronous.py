@@ -94,8 +94,6 @@ class AsynchronousEngine(Engine):
         self.programs = Programs(strategy, self.coordinator, transfer or plan.TransferPlan("plain"))
         # Each worker computes one step while the next one waits in the queue; more would only make the logs older.
         self.window = 2 * num_workers + 1
-        # Called before a step is queued; another engine that occupies the workers' threads returns them then.
-        self.before_queueing: Callable[[], None] | None = None
         # Addresses of the parameter servers by index; they are probed when a step has failed.
         self.servers: Mapping[int, str] = {}
         self._queue = StepQueue(self.coordinator, clock, stall_timeout_secs, on_update)
@@ -112,7 +110,7 @@ class AsynchronousEngine(Engine):
         Args:
           leave: returns the threads; called before a step is queued, and before the program uses the coordinator.
         """
-        self.before_queueing = leave
+        self._queue.before_put = leave
         self.programs.accumulates = False
         coordinator.before_use(self.coordinator, leave)
 
@@ -253,8 +251,6 @@ class AsynchronousEngine(Engine):
             step.took_batch = concurrent.futures.Future()
         if count > 1:
             program.prepare_several()
-        if self.before_queueing is not None:
-            self.before_queueing()
         wants_logs = queue.put(step, last)
         if not wants_logs and not program.knows_silence:
             program.prepare_silent()
@@ -294,8 +290,6 @@ class AsynchronousEngine(Engine):
     ) -> concurrent.futures.Future:
         """Queues a step; returns a future of its result, which is None if no data were left."""
         result: concurrent.futures.Future = concurrent.futures.Future()
-        if self.before_queueing is not None:
-            self.before_queueing()
         self._queue.put(QueuedStep(program, tensors, feed, result=result, batch=batch))
         return result
 

@@ -51,6 +51,7 @@ class StepQueue:
       pending: the steps in flight.
       logs: by program the flat result of its newest finished step; none from before the chief last wrote a variable.
       on_loss: called when a worker is lost, with True, and when it is back, with False.
+      before_put: called before a step is queued; another engine that occupies the workers' threads returns them then.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class StepQueue:
         self._on_update = on_update
         self._updates = 0
         self._updated_at = clock()
+        self.before_put: Callable[[], None] | None = None
         self.on_loss: Callable[[int, bool], object] = lambda worker, is_lost: None
         # Gradients lost since the last update.
         self._ended: list[Contribution] = []
@@ -194,6 +196,8 @@ class StepQueue:
         Returns:
           True if it fetches its result.
         """
+        if self.before_put is not None:
+            self.before_put()
         now = self._clock()
         with self._changed:
             if not self.pending:
