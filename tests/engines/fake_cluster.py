@@ -160,8 +160,6 @@ class FakeProgram:
     knows_silence = False
     is_plain = True
 
-    dtypes = (tf.float32,)
-
     def __init__(self, cluster: FakeCluster, function: Callable[..., Any]) -> None:
         self._cluster = cluster
         self._function = function

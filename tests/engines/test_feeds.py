@@ -24,7 +24,7 @@ class World:
         self.sizes = sizes
         self.can_move = can_move
         self.feed = WorkerStreamFeed(WorkerFeed(self, 1))  # type: ignore[arg-type]
-        self._own = [self._begin(worker) for worker in range(len(sizes))]
+        self._own = [self.iterate_piece(1, worker, 0, 1) for worker in range(len(sizes))]
         self.used: list[tuple[int, int]] = []
 
     def share(self, worker: int) -> None:
@@ -32,9 +32,6 @@ class World:
 
     def share_sizes(self) -> list[None]:
         return [None] * len(self.sizes)
-
-    def _begin(self, worker: int) -> object:
-        return self.iterate_piece(1, worker, self.feed._feed._position(worker), 1)
 
     def iterate_piece(self, number: int, share: int, start: int, step: int) -> object:
         return iter([(share, position) for position in range(start, self.sizes[share], step)])
@@ -57,7 +54,7 @@ class World:
     def lose(self, worker: int) -> None:
         """Loses a worker, which is back at once."""
         self.feed.release(worker)
-        self._own[worker] = self._begin(worker)
+        self._own[worker] = self.iterate_piece(1, worker, self.feed._feed._position(worker), 1)
 
 
 @settings(max_examples=100, deadline=None)
