@@ -77,7 +77,7 @@ ARROWS: dict[str, set[str]] = {
     "engines": set(),
     "engines.base": {"passes", "policies", "step.step"},
     # Engines don't import each other.
-    "engines.agreement": {*_ENGINES, "cluster"},
+    "engines.agreement": {*_ENGINES, "_sockets", "cluster"},
     "engines.threads": _ENGINES,
     "engines.quorum": {*_ENGINES, "engines.agreement"},
     "engines.averaging_step": _ENGINES,

@@ -79,6 +79,7 @@ _BY_TIMEOUT_OF_SOCKET = "the socket has a timeout"
 _OF_DONE_FUTURE = "the future is done"
 _BY_QUEUE = "StepQueue.wait_until is behind it"
 UNBOUNDED = {
+    "compat/tensorflow/coordinator.py:_update_alone": "gRPC gives up the connections of a lost worker",
     "compat/tensorflow/graphs.py:call_outside": "runs one function of TensorFlow's that waits for no other process",
     "coordination/usage.py:Sampler._run": "its thread ends with the process",
     "doctor/measure.py:_measured": _BY_TIMEOUT_OF_SOCKET,

@@ -27,6 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import _sockets
 from tfdist.cluster import Task
 from tfdist.compat.keras import calls
 from tfdist.compat.tensorflow import context
@@ -335,7 +336,10 @@ class Agreement:
         if not _LOST.search(text):
             return []
         if len(self._others) == 1:
-            return [str(self._others[0])]
+            # Another connection may be meant, such as of the user's input.
+            other = str(self._others[0])
+            address = self._addresses.get(other)
+            return [] if address and _sockets.connection_error(address, _EXPLAIN_SECS) is None else [other]
         named, known = [f"{job}:{index}" for job, index in _REMOTE.findall(text)], {*map(str, self._others)}
         return [task for task in reversed(named) if task in known][:1]
 

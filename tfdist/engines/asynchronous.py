@@ -243,9 +243,7 @@ class AsynchronousEngine(Engine):
         """
         queue = self._queue
         # The result of the last one must include all earlier steps, which may finish in another order than they began.
-        fewer_than = 1 if last else self.window
-        if queue.has_news or len(queue.pending) >= fewer_than:
-            queue.wait_until(fewer_than=fewer_than)
+        queue.wait_until(fewer_than=1 if last else self.window)
         step = QueuedStep(program, tensors, feed, is_update=is_update, batch=batch, count=count)
         if feed is not None and not feed.is_counted:
             step.took_batch = concurrent.futures.Future()
@@ -259,7 +257,7 @@ class AsynchronousEngine(Engine):
             if not step.took_batch.result():
                 raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         logs = queue.logs.get(program)
-        if last or queue.has_news or logs is None:
+        if last or logs is None:
             queue.wait_until(lambda: not queue.pending or (not last and queue.logs.get(program) is not None))
             logs = queue.logs.get(program)
         if logs is None:
@@ -305,8 +303,7 @@ class AsynchronousEngine(Engine):
         """See `Engine.barrier`: waits for all queued steps."""
         if coordinator.current_worker() is not None:
             return
-        if self._queue.pending or self._queue.has_news:
-            self._queue.wait_until()
+        self._queue.wait_until()
         if writes:
             self._queue.logs.clear()
 

@@ -72,8 +72,8 @@ class AveragingEngine(Engine):
         # The model follows.
         self._make_average = functools.partial(Average, strategy, policy, sum_over_workers, times, sum_differences)
         self._model: keras.Model | None = None
-        # The model of a `fit` that has raised, until its replicas are alike again.
-        self._interrupted: keras.Model | None = None
+        # The models of each `fit` that has raised, until their replicas are alike again.
+        self._interrupted: list[keras.Model] = []
         self._counts: list[Count] = []
         saving.before_saves(self._before_save)
 
@@ -144,12 +144,11 @@ class AveragingEngine(Engine):
     def _attend(self, fit: Call) -> None:
         callbacks = fit.callbacks
         if not any(isinstance(callback, _Settling) for callback in callbacks.callbacks):
-            model, self._interrupted = fit.model, None
+            model = fit.model
+            fit.ends.append(lambda error: self._note_interrupted(model))
             if calls.is_within_fit(fit):
                 # The outer one goes on, also with the same iterator.
                 fit.after.append(functools.partial(setattr, self, "_model", self._model))
-            else:
-                fit.ends.append(lambda error: self._note_interrupted(model))
             settling = _Settling(self)
             settling.set_model(fit.model)
             settling.set_params(callbacks.params)
@@ -160,7 +159,7 @@ class AveragingEngine(Engine):
 
     def _note_interrupted(self, model: keras.Model) -> None:
         # Not after `finish`, as where `on_train_end` of a callback raises.
-        self._interrupted = model if self._model is model else None
+        self._interrupted += [model] if self._model is model else []
 
     @property
     def is_synchronized(self) -> bool:
@@ -170,17 +169,18 @@ class AveragingEngine(Engine):
 
     def synchronize(self) -> None:
         """Averages what was begun; nothing if nothing was. All workers call it at the same place."""
-        average, is_interrupted = self._current(), self._model is self._interrupted
-        if average is not None:
-            with self._strategy.scope():
-                average.synchronize(is_interrupted)
-                if is_interrupted:
-                    average.finish()
-        self._interrupted = None if is_interrupted else self._interrupted
+        interrupted, self._interrupted = self._interrupted, []
+        for model in {id(each): each for each in (*interrupted, self._model)}.values():
+            average, is_interrupted = getattr(model, _AVERAGE, None), model in interrupted
+            if average is not None:
+                with self._strategy.scope():
+                    average.synchronize(is_interrupted)
+                    if is_interrupted:
+                        average.finish()
 
     def _before_save(self, model: keras.Model) -> None:
         # All workers must take part anyway.
-        if model is self._model:
+        if model is self._model or model in self._interrupted:
             self.synchronize()
 
     def variables(self, model: keras.Model) -> list[Any]:

@@ -210,7 +210,11 @@ class RoundEngine(Engine):
             feed.redeem()
         feed.updates += 1
         with _WHOLE if self._warmup is None else self._phase(step, self._warmup):
-            self._reside(step, iterator, parts)
+            present = self._residence
+            if present is not None and present.step is step and present.iterator is iterator:
+                present.parts = parts
+            else:
+                self._reside(step, iterator, parts)
             try:
                 self._runner.open()
                 contributions, update = self._runner.collect(functools.partial(self._check, step, iterator, parts))
@@ -258,11 +262,7 @@ class RoundEngine(Engine):
         self._runner.lose(worker, is_so)
 
     def _reside(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
-        """Schedules the closures that contribute to these updates, unless they run already."""
-        present = self._residence
-        if present is not None and present.step is step and present.iterator is iterator:
-            present.parts = parts
-            return
+        """Schedules the closures that contribute to these updates."""
         self.leave()
         residence = self._residence = _Residence(step, iterator, parts)
         on_workers = iterator.feed.begin() if isinstance(iterator.feed, WorkerFeed) else None

@@ -98,11 +98,6 @@ class StepQueue:
         """Returns the current activity and a number that changes with progress, for the stall reporter."""
         return ("a step", self._progressed_at) if self.pending else None
 
-    @property
-    def has_news(self) -> bool:
-        """True if the main thread has to act: on an error or a warning of steps, or on a step for another worker."""
-        return self._error is not None or self._cut_short is not None or bool(self._handed_back)
-
     # Waiting.
 
     def wait_until(self, condition: Callable[[], bool] | None = None, fewer_than: int = 1) -> None:

@@ -330,6 +330,8 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         arrays = [np.array(each) if isinstance(each, StoredArray) else each for each in inputs]
+        if any(each is self for each in options.get("out", ())):
+            del options["out"]  # As of `array += ...`: the file stays as it is.
         return getattr(ufunc, method)(*arrays, **options)
 
     def __getattr__(self, name: str) -> Any:
