@@ -65,6 +65,7 @@ def test_sigterm_to_a_fork_has_the_effect_of_python_handlers(handler: Any) -> No
     [
         ("sys.exit(3)", True),
         ("sys.exit('text')", True),
+        ("try: sys.exit(3)\nfinally: _forks.at_exit(int)", True),
         ("raise ValueError", True),
         ("sys.exit()", False),
         ("threading.Thread(target=sys.exit, args=(3,)).start()", False),

@@ -123,6 +123,10 @@ def test_lost_connection_is_to_the_worker_that_is_found_soon(agreement: Agreemen
     # Its host may refuse nothing.
     assert "worker:0 (the connection to it" in str(agreement.failure_behind(reset))
     assert agreement.failure_behind(tf.errors.UnavailableError(None, None, "busy")) is None
+    # Another connection may be meant: this worker answers.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        agreement._addresses["worker:0"] = f"127.0.0.1:{server.getsockname()[1]}"
+        assert agreement.failure_behind(reset) is None
     # A quorum server knows of which worker it has lost the connection.
     found = str(agreement.failure_behind(ConnectionError("lost"), ["worker:0"]))
     assert found.startswith("a sum over all workers will never come") and "worker:0 (the connection to it" in found

@@ -11,7 +11,8 @@ import tensorflow as tf
 import tfdist
 from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import replicas
-from tfdist.step import losses
+from tfdist.step import losses, trials
+from tfdist.step.step import Step
 
 pytestmark = pytest.mark.devices
 
@@ -57,6 +58,14 @@ def test_a_loss_and_a_step_that_keep_state_are_not_tried():
     reading = lambda y, p: tf.reduce_sum((y - p) ** 2) * tf.cast(next(iter(numbers)), "float32")  # noqa: E731
     numbers = iter(tf.data.Dataset.range(100))
     assert losses._kind_of_number(reading, tf.zeros([2, 1]), tf.ones([2, 1])) == "unknown"
+
+    def annealed(y, p):
+        seen.assign_add(0.1)
+        return seen * tf.reduce_mean((y - p) ** 2)
+
+    assert losses._kind_of_number(annealed, tf.zeros([2, 1]), tf.ones([2, 1])) == "mean"
+    in_python = lambda y, p: tf.numpy_function(np.sum, [(y - p) ** 2], "float32")  # noqa: E731
+    assert losses._kind_of_number(in_python, tf.zeros([2, 1]), tf.ones([2, 1])) == "unknown"
     assert int(next(numbers)) == 0
     with tfdist.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         model = Reading([keras.Input((1,)), keras.layers.Dense(1)])
@@ -65,6 +74,27 @@ def test_a_loss_and_a_step_that_keep_state_are_not_tried():
     history = model.fit(tf.zeros([8, 1]), tf.zeros([8, 1]), batch_size=8, verbose=0).history
     # Both replicas read.
     assert (history["read"], int(next(model.others))) == ([0], 2)
+
+
+def test_a_step_is_tried_anew_once_it_is_compiled_and_with_axes_of_unknown_size():
+    class Own(keras.Sequential):
+        reduce = staticmethod(tf.reduce_mean)
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = self.reduce(self(data, training=True) ** 2) / 8
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    strategy, optimizer = tfdist.MirroredStrategy(["CPU:0", "CPU:1"]), keras.optimizers.SGD(0.1)
+    with strategy.scope():
+        model = Own([keras.Input((None, 1)), keras.layers.Dense(1)])
+    optimizer.build(model.trainable_variables)
+    for reduce, found in ((tf.reduce_mean, frozenset()), (tf.reduce_sum, {id(optimizer)})):
+        model.reduce = reduce
+        model.compile(optimizer, "mse")
+        step = Step(model.train_step)
+        assert trials.sums_in(strategy, step, tf.TensorSpec([None, None, 1]), 2).optimizers == found
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,14 @@ def test_weights_set_after_an_interrupted_fit_stay_and_replicas_train_alike(cpus
     assert_alike(model)
 
 
+def test_an_interrupted_fit_within_another_is_averaged(every_four):
+    model, outer = (compiled(every_four, lambda: OPTIMIZERS.SGD(0.1)) for _ in range(2))
+    within = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: interrupted(model))
+    outer.fit(X, Y, verbose=0, callbacks=[within])
+    model.evaluate(X, Y, verbose=0)
+    assert_alike(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["evaluate", "train_on_batch"])
 def test_an_interrupted_fit_is_averaged_when_the_model_is_used_again(every_four, use: str):
