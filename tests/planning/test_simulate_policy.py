@@ -118,7 +118,6 @@ class _Unmade(tfdist.BackupWorkers):
     ("make", "words"),
     [
         (lambda: check_policies([_Unmade()], ""), "_Unmade.__init__ must begin with super().__init__(...)"),
-        (lambda: check_policies([_Unmade], ""), "policies must be a list of policies such as [_Unmade(...)]. Received"),
         (lambda: _own(accept=lambda self: True), "Own.accept: no strategy calls it; did you mean accepts? Else rename"),
         (
             lambda: _own(may_start=lambda self, replica: False),

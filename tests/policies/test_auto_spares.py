@@ -167,5 +167,4 @@ def test_auto_needs_replicas_to_spare():
 
 
 def test_it_shows_how_it_was_built():
-    assert repr(tfdist.BackupWorkers("auto")) == "BackupWorkers(spares='auto')"
     assert repr(tfdist.BackupWorkers("auto", max_spares=3)) == "BackupWorkers(spares='auto', max_spares=3)"

@@ -119,11 +119,10 @@ def test_spares_that_are_no_number_are_refused(spares):
     assert repr(spares) in str(raised.value)
 
 
-@pytest.mark.parametrize("spares", [4, 5])
-def test_spares_that_leave_no_replica_are_refused(spares):
-    message = rf"leaves no replica of 4 to aggregate .* use spares <= 3\. Received: spares={spares}, total_num_.*=4"
+def test_spares_that_leave_no_replica_are_refused():
+    message = r"leaves no replica of 4 to aggregate .* use spares <= 3\. Received: spares=4, total_num_.*=4"
     with pytest.raises(ValueError, match=message):
-        _begun(4, spares=spares)
+        _begun(4, spares=4)
 
 
 def test_spares_need_a_second_replica():
@@ -154,7 +153,3 @@ def test_calls_that_make_no_sense_are_refused():
     _start(policy, 0)
     with pytest.raises(ValueError, match=r"from the future\. Received: local_step=1, step=0"):
         policy.arrived(0, 1, 0.0)
-
-
-def test_it_shows_how_it_was_built():
-    assert repr(tfdist.BackupWorkers(spares=2)) == "BackupWorkers(spares=2)"
