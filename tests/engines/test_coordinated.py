@@ -54,12 +54,6 @@ def test_a_step_does_not_wait_for_the_ones_before() -> None:
 # What comes back.
 
 
-def test_call_gives_its_own_result() -> None:
-    with running_engine(3) as (engine, cluster):
-        program = FakeProgram(cluster, lambda number: number * number)
-        assert [int(engine.call(program, [n], None)[0]) for n in range(20)] == [n * n for n in range(20)]
-
-
 def test_results_of_start_are_told_apart() -> None:
     with running_engine(3) as (engine, cluster):
         program = FakeProgram(cluster, lambda number: number)
@@ -98,16 +92,6 @@ def test_logs_of_before_a_write_by_the_chief_are_never_shown_after_it() -> None:
         engine.barrier(writes=True)
         passed.batches.clear()  # as resetting a metric does
         assert passed.step() == 1
-
-
-def test_a_read_by_the_chief_leaves_the_logs_as_they_are() -> None:
-    with running_engine(1) as (engine, cluster):
-        passed = Pass(engine, cluster, [100])
-        passed.step()
-        engine.barrier(writes=False)
-        passed.step()
-        engine.barrier(writes=False)
-        assert passed.program.fetched == 1
 
 
 def test_logs_of_another_program_are_not_shown() -> None:
@@ -217,7 +201,7 @@ def test_an_error_anywhere_is_raised_once_and_the_next_pass_is_whole(
             raise ValueError("my own message")
 
     with running_engine(len(shares)) as (engine, cluster):
-        expectation = pytest.raises(ValueError, match="my own message")
+        expectation = pytest.raises(ValueError, match=r"^my own message$")
         with expectation if bad < len(batches) else contextlib.nullcontext():
             Pass(engine, cluster, shares, known, work).run()
         passed = Pass(engine, cluster, shares, known)

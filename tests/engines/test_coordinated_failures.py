@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,23 +20,6 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("as_in_keras_loop
 
 
 # Errors of the user's step.
-
-
-def failing_at(bad: Any) -> Callable[[Any], None]:
-    def work(batch: Any) -> None:
-        if batch == bad:
-            raise ValueError("my own message")
-
-    return work
-
-
-def test_an_error_reaches_the_caller_once_with_its_own_type_and_message() -> None:
-    with running_engine(2) as (engine, cluster):
-        passed = Pass(engine, cluster, [10, 10], work=failing_at(Batch(1, 3)))
-        with pytest.raises(ValueError, match=r"^my own message$"):
-            passed.run()
-        engine.barrier(writes=False)
-        assert engine.call(FakeProgram(cluster, lambda: 0), [], None)
 
 
 def test_error_of_what_follows_updates_reaches_the_caller() -> None:

@@ -149,19 +149,6 @@ def test_an_addition_to_a_permutation_stays_an_assignment(gather: str) -> None:
     assert result(lambda v: v.assign(getattr(v, gather)(indices) + 1.0), on).tolist() == [5.0, 2.0, 3.0]
 
 
-def test_several_additions_in_one_function() -> None:
-    v = variable(1.0)
-
-    @tf.function(autograph=False)
-    def step() -> None:
-        for _ in range(3):
-            v.assign(v + 1.0)
-
-    step()
-    assert v.get().numpy() == 4.0
-
-
-@pytest.mark.devices
 def test_what_a_counter_is_counted_up_by_is_made_where_it_is(cpus: list[str]) -> None:
     with tf.device(cpus[1]):
         v = variable(1.0)
