@@ -57,7 +57,7 @@ def main(path: str, arguments: list[str]) -> int:
     state["calls"].append(arguments)
     verb, *rest = arguments
     try:
-        return {"create": _create, "get": _get, "delete": _delete}[verb](state, rest)
+        return {"create": _create, "get": _get}[verb](state, rest)
     finally:
         file.write_text(json.dumps(state))
 
@@ -111,12 +111,3 @@ def _get(state, rest):
         items += [{"kind": "Pod", "metadata": {"uid": str(number)}} for number in range(size)]
     print(json.dumps({"items": items}))
     return int(bool(state.get("forbidden")))
-
-
-def _delete(state, rest):
-    if state.get("stubborn"):
-        return 1
-    for name in rest:
-        if not name.startswith("--"):
-            del state["objects"][name]
-    return 0

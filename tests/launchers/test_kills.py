@@ -26,10 +26,9 @@ print("pid", f"{task['type']}:{task['index']}", os.getpid(), flush=True)
 while True: signal.pause()
 """
 TASKS = 4  # Chief, two workers, a ps.
-KILLS = pytest.mark.parametrize("kills", [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 
 
-@KILLS
+@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.timeout(1800))])
 def test_nobody_is_left_behind(kills, tmp_path):
     """A worker that is killed is started again, and the next kill may come before, meanwhile or after."""
     (tmp_path / "train.py").write_text(SCRIPT)

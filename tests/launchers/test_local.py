@@ -76,12 +76,8 @@ def test_every_task_runs_with_its_own_tf_config(script):
 
 
 @pytest.mark.processes
-def test_job_that_joins_no_cluster_ends_with_one_line(tmp_path):
+def test_one_worker_and_an_evaluator_need_join_no_cluster(tmp_path):
     (tmp_path / "train.py").write_text("print('trained')")
-    code, _, err = launch("--num_workers=2", str(tmp_path / "train.py"))
-    assert code == 0
-    assert err.startswith("tfdist: no task has joined the cluster by a strategy of tfdist")
-    assert err.endswith("each of 2 tasks ran on its own\n")
     assert launch("--num_workers=1", "--evaluator", str(tmp_path / "train.py"))[2] == ""
 
 

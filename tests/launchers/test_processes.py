@@ -130,13 +130,6 @@ def test_the_process_id_is_that_of_the_task_and_its_group(supervisor):
     assert process.tail == [f"{process.pid} {process.pid} {process.pid}"]
 
 
-def test_a_task_gets_its_environment_and_arguments_unchanged(supervisor):
-    arguments = ["two words", "'\"", "new\nline", "", "é", "--flag=x", "-m", "*"]
-    code = "import os, sys; assert sys.argv[1:] == eval(os.environ['WANTED']), sys.argv"
-    process = supervisor.start("a", python(code, *arguments), {**os.environ, "WANTED": repr(arguments)})
-    assert process.wait(30) == 0, process.tail
-
-
 def test_a_task_has_no_input_default_signals_and_only_standard_descriptors(supervisor):
     code = (
         "import os, signal, sys\n"
@@ -237,8 +230,7 @@ def start_parent(then):
     return parent, [process for line in lines if "pids" in line for process in pids_in(line)]
 
 
-@pytest.mark.parametrize("batch", range(2))
-def test_nobody_outlives_a_killed_parent(batch):
+def test_nobody_outlives_a_killed_parent():
     started = [start_parent("import signal; signal.pause()") for _ in range(4)]
     for parent, descendants in started:
         assert len(descendants) == 8

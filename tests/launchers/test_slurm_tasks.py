@@ -65,9 +65,7 @@ def test_gpus_that_slurm_has_bound_to_a_task_are_its_own():
         ({"SLURM_PROCID": ""}, "SLURM_PROCID is not set; run this inside of a job, with srun"),
         ({"SLURM_PROCID": "five"}, "SLURM_PROCID is not a number. Received: 'five'"),
         ({"SLURM_PROCID": "5"}, "SLURM_PROCID is no process of this step of 5. Received: 5"),
-        ({"SLURM_JOB_NODELIST": "gpu[08-09"}, "the host list is not written as Slurm does"),
         ({"SLURM_JOB_NODELIST": "gpu[08-09]"}, "Slurm has 2 hosts, tasks for 3"),
-        ({"SLURM_TASKS_PER_NODE": "2(x"}, "the tasks per host are not written as Slurm does"),
         ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "the step needs 5 processes; use srun --ntasks. Received: 6"),
         ({"SLURM_TASKS_PER_NODE": "5", "SLURM_JOB_NODELIST": "n$1"}, "cluster.chief[0] has a host that is neither"),
         (

@@ -32,7 +32,6 @@ def test_hosts_of_a_type(name, hosts, capsys):
     ("options", "words"),
     [
         ({"zone": ""}, "--zone is missing; write it, such as --zone=us-central2-b. Received: nothing"),
-        ({"accelerator_type": "v5e-8"}, "--accelerator_type is not known; write one such as v2-8, v3-8, v4-8, v5p-8"),
         ({"accelerator_type": "v4"}, "--accelerator_type is not known; write one such as v2-8, v3-8, v4-8, v5p-8"),
         ({"accelerator_type": "v6e-16"}, "--version is no runtime for 4 hosts; use tpu-vm-tf-VERSION-pod-pjrt"),
     ],

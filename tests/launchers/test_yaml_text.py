@@ -27,7 +27,6 @@ def test_text_with_anything_in_it_is_one_line():
     text = '"\\\n\t\r\0\x7f\x85\u2028é😀'
     written = kubernetes.yaml_documents([{"a": text}])
     assert written.splitlines() == [written.removesuffix("\n")]
-    assert yaml.safe_load(written) == {"a": text}
 
 
 def test_two_documents():
