@@ -17,7 +17,7 @@ from training import assert_close
 
 import tfdist
 from tfdist import transforms
-from tfdist.coordination import delay_hook
+from tfdist.coordination import delay_hook, keepalive
 from tfdist.step import gradients
 
 Policies = Callable[..., tfdist.ParameterServerStrategy]
@@ -196,6 +196,20 @@ def test_a_rule_that_gives_no_weight_ends_fit_and_the_next_one_is_clean(with_pol
         model.fit(X, Y, batch_size=BATCH, verbose=0)
     assert all(np.isfinite(each).all() for each in model.get_weights())
     assert len(model.fit(X, Y, batch_size=BATCH, verbose=0).history["loss"]) == 1
+
+
+def test_an_error_of_a_slow_step_is_raised(with_policies: Policies) -> None:
+    def fail(replica: int, attempt: int) -> None:
+        time.sleep(2 * keepalive.POLL_SECS)
+        raise ValueError("in a step")
+
+    model = compiled(with_policies(tfdist.SoftSync(2)))
+    delay_hook.set_hook(fail)
+    try:
+        with pytest.raises(ValueError, match="in a step"):
+            model.fit(X, Y, batch_size=BATCH, verbose=0)
+    finally:
+        delay_hook.uninstall(fail)
 
 
 class OwnLoss(keras.Model):

@@ -169,14 +169,14 @@ class AveragingEngine(Engine):
 
     def synchronize(self) -> None:
         """Averages what was begun; nothing if nothing was. All workers call it at the same place."""
-        interrupted, self._interrupted = self._interrupted, []
-        for model in {id(each): each for each in (*interrupted, self._model)}.values():
-            average, is_interrupted = getattr(model, _AVERAGE, None), model in interrupted
+        for model in {id(each): each for each in (*self._interrupted, self._model)}.values():
+            average, is_interrupted = getattr(model, _AVERAGE, None), model in self._interrupted
             if average is not None:
                 with self._strategy.scope():
                     average.synchronize(is_interrupted)
                     if is_interrupted:
                         average.finish()
+            self._interrupted = [each for each in self._interrupted if each is not model]
 
     def _before_save(self, model: keras.Model) -> None:
         # All workers must take part anyway.

@@ -211,9 +211,7 @@ class RoundEngine(Engine):
         feed.updates += 1
         with _WHOLE if self._warmup is None else self._phase(step, self._warmup):
             present = self._residence
-            if present is not None and present.step is step and present.iterator is iterator:
-                present.parts = parts
-            else:
+            if parts is not None or present is None or present.step is not step or present.iterator is not iterator:
                 self._reside(step, iterator, parts)
             try:
                 self._runner.open()
@@ -262,7 +260,11 @@ class RoundEngine(Engine):
         self._runner.lose(worker, is_so)
 
     def _reside(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
-        """Schedules the closures that contribute to these updates."""
+        """Schedules the closures that contribute to these updates, unless they run already."""
+        present = self._residence
+        if present is not None and present.step is step and present.iterator is iterator:
+            present.parts = parts
+            return
         self.leave()
         residence = self._residence = _Residence(step, iterator, parts)
         on_workers = iterator.feed.begin() if isinstance(iterator.feed, WorkerFeed) else None

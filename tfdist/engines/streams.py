@@ -70,9 +70,7 @@ class StreamEngine(rounds.RoundEngine):
         self._begin(step, iterator)
         update = None
         with contextlib.nullcontext() if self._warmup is None else self._phase(step, self._warmup):
-            present = self._residence
-            if present is None or present.step is not step or present.iterator is not iterator:
-                self._reside(step, iterator, None)
+            self._reside(step, iterator, None)
             with self._runner.wanted():
                 try:
                     collected = self._runner.collect(functools.partial(self._check, step, iterator, None))

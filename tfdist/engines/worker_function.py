@@ -99,10 +99,10 @@ class Program:
         self._several: Any = None
         # By worker, on the parameter server: the number of all updates before and after each of several steps.
         self._counts: dict[int, tf.Variable] = {}
-        if accumulation is not None:
-            self.adding = self._that_adds()
         # True if a run makes one update, which no counter counts, and no batch is kept.
         self.is_plain = accumulation is None and counter is None and not self._keeps_batch
+        if accumulation is not None:
+            self.adding = self._that_adds()
 
     @property
     def graph(self) -> tf.Graph:

@@ -127,10 +127,12 @@ def _saving(original: Any, call: str, model: Any, filepath: Any, *args: Any, **k
     def write(path: Any) -> Any:
         return original(model, path, *args, **kwargs)
 
-    _before.call(model)
+    agreement = _agreement(model)
+    with agreement.calling(call) if agreement else contextlib.nullcontext():
+        _before.call(model)
     if not isinstance(filepath, str | os.PathLike):
         return write(filepath)
-    agreement, path = _agreement(model), os.fspath(filepath)
+    path = os.fspath(filepath)
     with announced_save(getattr(model, "distribute_strategy", None), path):
         if agreement is None:
             return write(filepath)

@@ -317,7 +317,7 @@ def _is_allowed(strategy: Any) -> bool:
     return replicas.facts_of(strategy).redirect is not None
 
 
-def _merging(original: Any, fn: Callable[..., Any], strategy: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _merging(original: Any, /, fn: Callable[..., Any], strategy: Any, *args: Any, **kwargs: Any) -> Any:
     if not tf.distribute.in_cross_replica_context():
         return original(fn, strategy, *args, **kwargs)
     return fn(strategy, *args, **kwargs)

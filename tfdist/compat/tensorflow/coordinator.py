@@ -230,7 +230,7 @@ def connect(cluster_spec: tf.train.ClusterSpec) -> None:
     tf.config.list_logical_devices()
 
 
-def _update_alone(update: Callable[..., None], own: Any, *args: Any) -> None:
+def _update_alone(update: Callable[..., None], own: Any, *args: Any, **kwargs: Any) -> None:
     """Updates the context's tasks once its executor has nothing under way.
 
     TensorFlow would wait with the lock of all kernels, such as 20 s for a vanished host to free results of a step. Each
@@ -238,7 +238,7 @@ def _update_alone(update: Callable[..., None], own: Any, *args: Any) -> None:
     """
     with contextlib.suppress(tf.errors.OpError):
         own.executor.wait()
-    update(own, *args)
+    update(own, *args, **kwargs)
 
 
 def disconnect() -> None:

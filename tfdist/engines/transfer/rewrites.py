@@ -180,8 +180,11 @@ def read_together(model: keras.Model, worker: str, rounded_to: tf.DType | None =
     servers; they have their own dtype again on the worker. Embedding tables are not rounded, because a step reads
     single rows of them; nor are partitioned variables.
     """
-    tables = {id(layer.embeddings) for layer in models.layers_of(model) if isinstance(layer, keras.layers.Embedding)}
-    trained = {id(weight) for weight in model.trainable_weights} - tables
+    trained = set[int]()
+    if rounded_to is not None:
+        embeddings = (layer for layer in models.layers_of(model) if isinstance(layer, keras.layers.Embedding))
+        tables = {id(layer.embeddings) for layer in embeddings if layer.built}
+        trained = {id(weight) for weight in model.trainable_weights} - tables
     groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
     for weight in model.weights:
         variable = _own(weight)
