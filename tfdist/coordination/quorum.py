@@ -141,10 +141,9 @@ def unpack(kind: Any, line: bytes) -> Any:
         if isinstance(message, WorkerReport):
             act, *counts, secs, input_secs = message
             is_known = all(type(each) is int and each >= 0 for each in counts)
-            is_known &= all(0 <= each < math.inf for each in (secs, input_secs))
-            message = message._replace(act=Act(act)) if is_known else None
-        if message is None:
-            raise ValueError(line)
+            if not is_known or not all(0 <= each < math.inf for each in (secs, input_secs)):
+                raise ValueError(line)
+            message = message._replace(act=Act(act))
         return message
     except (ValueError, TypeError, RecursionError):
         raise ProtocolError(f"sent no {kind.__name__}") from None
