@@ -52,7 +52,6 @@ from tfdist.step import gradients as transforms
 from tfdist.step.replicas import writes_after_inputs
 from tfdist.step.split import SplitTrainStep
 from tfdist.step.step import Step
-from tfdist.transport import buckets
 
 # Longest wait, at the end of the program, for a contribution in progress.
 _END_SECS = 10.0
@@ -76,7 +75,7 @@ class QuorumEngine(Engine):
       strategy: the strategy; one replica per worker.
       worker: this worker's number.
       client: its connection to the quorum server.
-      sum_over_workers: sums tensors over all workers, in cross-replica context.
+      sum_over_workers: sums tensors over all workers, in a step that all trace alike; in cross-replica context.
       sum_gradients: returns what sums the dense gradients of an optimizer, if they aren't sent as they are.
       prepare: checks and builds a model before its step is traced.
       record: called with each update and its number of examples.
@@ -411,7 +410,7 @@ class QuorumStep:
     def _add_up(self, own: contribution.ReplicaContribution) -> contribution.ReplicaContribution:
         """Returns the sum over all workers; a gradient may be None."""
         rest = own._replace(gradients=[each for each in own.gradients if isinstance(each, tf.Tensor)])
-        sums = tf.nest.pack_sequence_as(rest, buckets.sum_in_buckets(tf.nest.flatten(rest), self._sum_over_workers))
+        sums = tf.nest.pack_sequence_as(rest, self._sum_over_workers(tf.nest.flatten(rest)))
         gradients, dense = [*own.gradients], iter(sums.gradients)
         for index, (gradient, variable) in enumerate(zip(own.gradients, self._step.variables(), strict=True)):
             if isinstance(gradient, tf.IndexedSlices):

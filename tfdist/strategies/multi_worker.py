@@ -268,7 +268,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         client, self._quorum_server = _multi_worker_cluster.connect_quorum(
             policy, cluster, self._agreement, stall_timeout_secs
         )
-        worker, sums = cluster.training_tasks.index(cluster.task), (self._sum_over_workers, lambda: self._sum_gradients)
+        worker, sums = cluster.training_tasks.index(cluster.task), (self._sums.in_step, lambda: self._sum_gradients)
         self._quorum = QuorumEngine(self, worker, client, *sums, self._prepare, self._record, self._agreement)
         self._quorum.start()
         self.distribution.on_close += [self._quorum_server.close] if self._quorum_server else []
