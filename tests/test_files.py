@@ -34,6 +34,18 @@ def test_error_of_a_file_that_cannot_be_written_names_it(tmp_path: pathlib.Path,
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+def test_links_are_followed_and_what_is_no_file_is_written_at_once(tmp_path: pathlib.Path):
+    (tmp_path / "link").symlink_to("real")
+    _files.write(tmp_path / "link", "x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "x"
+    reader, writer = os.pipe()
+    _files.write(f"/dev/fd/{writer}", "y")
+    os.close(writer)
+    assert os.read(reader, 2) == b"y"
+    os.close(reader)
+
+
 @pytest.mark.parametrize(("permissions", "expected"), [(None, 0o640), (0o644, 0o644)])
 def test_a_new_file_has_permissions_by_umask_or_as_given(tmp_path: pathlib.Path, permissions, expected):
     before = os.umask(0o027)

@@ -17,13 +17,19 @@ def opened(path: str | os.PathLike[str], permissions: int | None = None) -> Iter
     """Opens a file for writing, which appears under its name at the end of the block; after an error nothing is left.
 
     Args:
-      path: name of the file; its directory exists. A file of this name is replaced.
+      path: name of the file; its directory exists. A file of this name, or that a link leads to, is replaced; to what
+        is no file, such as /dev/stdout or a pipe, is written at once.
       permissions: mode bits of the file, such as 0o644; by default those that the umask leaves to a new file.
 
     Raises:
       OSError: the file can't be written; it names `path`.
     """
     target = pathlib.Path(path)
+    if target.exists() and not target.is_file() and not target.is_dir():
+        with target.open("wb") as file:
+            yield file
+        return
+    target = target.resolve()
     part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with part.open("xb") as file:
@@ -36,7 +42,7 @@ def opened(path: str | os.PathLike[str], permissions: int | None = None) -> Iter
             part.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename == str(part):
             # The temporary name says nothing to who gave the other one.
-            raise type(error)(error.errno, error.strerror, str(target)) from None
+            raise type(error)(error.errno, error.strerror, str(path)) from None
         raise
 
 

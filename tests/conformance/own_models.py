@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,18 +36,20 @@ class Own(keras.Model):
 
 
 class Listed(Own):
-    """Has an optimizer for each layer, in a list."""
+    """Has an optimizer for each layer, one in a list and one in an object of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.each = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)]
+        self.each, self.other = [keras.optimizers.SGD(0.1)], types.SimpleNamespace(second=keras.optimizers.SGD(0.2))
 
     def train_step(self, data):
         x, y = data
         weights = [self.first.trainable_variables, self.second.trainable_variables]
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((self(x) - y) ** 2)
-        for optimizer, gradients, of in zip(self.each, tape.gradient(loss, weights), weights, strict=True):
+        for optimizer, gradients, of in zip(
+            [*self.each, self.other.second], tape.gradient(loss, weights), weights, strict=True
+        ):
             optimizer.apply(gradients, of)
         return {"loss": loss}
 

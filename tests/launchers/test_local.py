@@ -220,13 +220,17 @@ def test_a_reader_that_goes_away_ends_the_job(script):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["runs", "stopped"])
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_everything(script, signum, code):
+def test_a_signal_ends_everything(script, signum, code, is_stopped):
     with subprocess.Popen(
         command(script("print(os.getpid())\nsignal.pause()")), stdout=-1, text=True, cwd=ROOT
     ) as launcher:
         tasks = [psutil.Process(int(launcher.stdout.readline().split()[1])) for _ in range(2)]
+        if is_stopped:
+            launcher.send_signal(signal.SIGSTOP)
         launcher.send_signal(signum)
+        launcher.send_signal(signal.SIGCONT)
         assert launcher.wait(30) == code
     assert not any(task.is_running() for task in tasks)
 
@@ -346,6 +350,7 @@ def test_a_program_may_submit_a_job_and_keeps_its_signal_handlers(script, capsys
         (["nope.py"], "tfdist: the script does not exist (looked in {root}); check its name. Received: 'nope.py'"),
         (["tests"], "tfdist: the script is a directory without __main__.py; name a file. Received: 'tests'"),
         (["x" * 5000], "tfdist: the script can't be looked up"),
+        (["/dev/null"], "tfdist: the script is no file, and each task reads it by itself; write it to one."),
         (["-m", "no_such_module.x"], "tfdist: there is no such module; check its name and PYTHONPATH."),
         (["-m", "--x"], "tfdist: -m has no module; write -m MODULE, and flags before -m. Received: -m --x"),
         ([], "tfdist: there is no script to run"),

@@ -42,6 +42,16 @@ def test_a_traceback_of_several_tasks_is_printed_once_and_counted():
     assert tracebacks.has_raised("worker:2") and not tracebacks.has_raised("worker:3")
 
 
+def test_what_follows_the_same_traceback_is_printed_of_each_task():
+    _, tracebacks, tasks = job("worker:0", "worker:1", "worker:2")
+    tracebacks.muted.add("worker:0")
+    assert [printed(task, [*RAISED, f"loss {index}"]) for index, task in enumerate(tasks)] == [
+        [*RAISED, "loss 0"],
+        [*RAISED, "loss 1"],
+        ["loss 2"],
+    ]
+
+
 def test_tracebacks_are_printed_whole_once_nothing_follows():
     clock, _, (first, second) = job("worker:0", "worker:1")
     assert first.feed(["before", *RAISED[:4]]) == ["before"]

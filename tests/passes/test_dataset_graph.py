@@ -217,6 +217,14 @@ def test_a_data_set_without_python_can_be_sent(make: Make) -> None:
     assert not DatasetGraph(make()).lives_in_python
 
 
+def test_an_order_that_lasts_in_this_process_is_noticed() -> None:
+    once, again = (tf.data.Dataset.range(9).shuffle(9, reshuffle_each_iteration=each) for each in (False, True))
+    seeded = tf.data.Dataset.range(9).shuffle(9, seed=3, reshuffle_each_iteration=False)
+    assert all(DatasetGraph(each).keeps_own_order for each in (once.take(5).batch(2), again.cache().skip(5)))
+    for each in (seeded.take(5), again.take(5), again.cache().batch(2), again.take(5).cache()):
+        assert not DatasetGraph(each).keeps_own_order
+
+
 STRUCTURES: dict[str, Callable[[], Any]] = {
     "dict": lambda: {"a": np.arange(6), "b": np.arange(12.0).reshape(6, 2)},
     "tuple": lambda: (np.arange(6), {"x": np.arange(6.0)}),

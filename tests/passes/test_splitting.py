@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -52,6 +53,19 @@ def test_last_element_is_marked_by_the_shape_beside_it(count: int) -> None:
 def test_components_of_different_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"different batch sizes.*tf\.repeat.*Received: batch sizes \[3, 6\]"):
         splitting.check_batched({"table": tf.TensorSpec([3]), "x": tf.TensorSpec([6, 2])}, 2)
+
+
+def test_components_of_an_unknown_number_of_axes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"an unknown number of axes.*set_shape"):
+        splitting.check_batched({"x": tf.TensorSpec([6, 2]), "y": tf.TensorSpec(None)}, 2)
+
+
+def test_a_batch_with_names_keeps_them() -> None:
+    named = collections.namedtuple("Named", "x y")
+    data = tf.data.Dataset.range(6).map(lambda n: named(n, -n)).batch(6)
+    (part,) = splitting.deal(data, [1], 2)
+    assert part._fields == ("x", "y")
+    assert part.x.numpy().tolist() == [3, 4, 5]
 
 
 def test_components_of_unknown_different_sizes_are_refused_when_they_come() -> None:

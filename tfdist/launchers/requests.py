@@ -60,6 +60,13 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def shell_join(words: Sequence[str]) -> str:
+    """Returns a command for a shell elsewhere, which puts its own home in place of a leading ~/ of the program."""
+    program, *arguments = words
+    is_at_home = program.startswith("~/")
+    return " ".join(["~/" * is_at_home + shlex.quote(program.removeprefix("~/")), *map(shlex.quote, arguments)])
+
+
 def read_file(name: str, path: str, remedy: str = "name a file that exists") -> str:
     """Reads a text file that the user names.
 
@@ -203,6 +210,8 @@ def _script_problem(path: pathlib.Path) -> str | None:
         return None if found else "is a directory without __main__.py; name a file"
     if not path.exists():
         return f"does not exist{'' if path.is_absolute() else f' (looked in {pathlib.Path.cwd()})'}; check its name"
+    if not path.is_file():
+        return "is no file, and each task reads it by itself; write it to one"
     return None if os.access(path, os.R_OK) else "is not readable; try chmod +r"
 
 

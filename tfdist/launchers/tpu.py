@@ -19,7 +19,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, setting
+from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, setting, shell_join
 from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
 
@@ -134,7 +134,7 @@ def _remote(job: TpuJob) -> str:
     # With several hosts the runtime of each host owns its chips, and TensorFlow finds them by the TPU's name.
     env |= {"TPU_NAME": job.name, "TPU_LOAD_LIBRARY": "0"} if job.num_hosts > 1 else {"TPU_NAME": "local"}
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
-    return f"cd {shlex.quote(job.working_dir)} && env {settings} {shlex.join([job.python, *job.command])}"
+    return f"cd {shell_join([job.working_dir])} && env {settings} {shell_join([job.python, *job.command])}"
 
 
 def submit(request: TpuRequest, logs: LogSettings) -> int:

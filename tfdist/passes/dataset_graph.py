@@ -56,6 +56,29 @@ class DatasetGraph:
         return any(node.op in _LOCAL_OPERATIONS for nodes in self._bodies() for node in nodes)
 
     @property
+    def keeps_own_order(self) -> bool:
+        """True if an order lasts that only this process knows: of a shuffle without a seed that is not done again.
+
+        Or that is cached, and of which a part is taken: in a split by `take` and `skip` no example is in both parts.
+        """
+        constants = {node.name: node for node in self._graph.node if node.op == "Const"}
+        drawn, cached = set[str](), set[str]()  # Each operation comes after those that it reads.
+        for node in self._graph.node:
+            read = {name.split(":")[0] for name in node.input}
+            is_kept = not cached.isdisjoint(read)
+            if is_kept and node.op in ("TakeDataset", "SkipDataset", "ShardDataset"):
+                return True
+            if node.op.startswith("Shuffle") and (seeds := _seeds(node, constants)) and not any(map(_value, seeds)):
+                if not node.attr["reshuffle_each_iteration"].b:
+                    return True
+                drawn.add(node.name)
+            elif not drawn.isdisjoint(read):
+                drawn.add(node.name)
+                is_kept = is_kept or node.op.startswith("CacheDataset")
+            cached |= {node.name} if is_kept else set()
+        return False
+
+    @property
     def is_generated(self) -> bool:
         """True if its elements come from a Python generator, of which the operations say nothing."""
         return any(node.op == "GeneratorDataset" for nodes in self._bodies() for node in nodes)
@@ -186,12 +209,16 @@ def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
 
 
 def _seed_inputs(node: Any, constants: dict[str, Any], draw: Callable[[], int]) -> None:
+    seeds = _seeds(node, constants)
+    if seeds and not any(map(_value, seeds)):
+        for seed in seeds:
+            seed.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(draw(), tf.int64))
+
+
+def _seeds(node: Any, constants: dict[str, Any]) -> list[Any]:
+    """Returns the two seeds of an operation; none if they are computed."""
     names = [node.input[position].split(":")[0] for position in _SEED_INPUTS[node.op]]
-    seeds = [constants[name] for name in names if name in constants]
-    if len(seeds) < len(names) or any(_value(seed) for seed in seeds):
-        return
-    for seed in seeds:
-        seed.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(draw(), tf.int64))
+    return [constants[name] for name in names] if constants.keys() >= set(names) else []
 
 
 def _value(constant: Any) -> int:

@@ -52,7 +52,7 @@ def deal(
       ValueError: the elements are not batches.
     """
     check_batched(dataset.element_spec, num_parts)
-    is_tuple = isinstance(dataset.element_spec, tuple)
+    is_tuple = type(dataset.element_spec) is tuple
 
     def shares(*element: Any) -> Any:
         batch = element if is_tuple else element[0]
@@ -160,6 +160,12 @@ def check_batched(element_spec: Any, num_parts: int) -> None:
         raise ValueError(
             f"dataset: its elements have no batch dimension to divide among {num_parts} replicas; "
             f"call .batch(global_batch_size) on it. Received: element_spec={element_spec}"
+        )
+    if num_parts > 1 and any(tf.TensorShape(spec.shape).rank is None for spec in specs):
+        raise ValueError(
+            "dataset: components of its elements have an unknown number of axes, and can't be divided among "
+            f"{num_parts} replicas; say it with tensor.set_shape([...]) in the function that computes them, or with "
+            f"output_signature in from_generator. Received: element_spec={element_spec}"
         )
     sizes = [size for size in map(_static_rows, specs) if size is not None]
     # A size that is fixed, beside others that are open, is that of a table, for example.
@@ -292,7 +298,7 @@ def groups_of(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
     """Tuples of `count` successive elements; fewer at the end are left out. It is read once, as a shuffle needs it."""
     if count == 1:
         return tf.data.Dataset.zip((dataset,))
-    is_tuple = isinstance(dataset.element_spec, tuple)
+    is_tuple = type(dataset.element_spec) is tuple
 
     def group(*windows: Any) -> tuple[Any, ...]:
         elements = tf.data.Dataset.zip(windows if is_tuple else windows[0])
@@ -328,7 +334,7 @@ def joined(*parts: Any) -> Any:
 
 def without_total(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a data set like those of `deal` for a worker's own data; the size of the whole batch is unknown."""
-    is_tuple = isinstance(dataset.element_spec, tuple)
+    is_tuple = type(dataset.element_spec) is tuple
     pair = tf.autograph.experimental.do_not_convert(lambda *element: (element if is_tuple else element[0], ()))
     return in_order(dataset.map(pair)).prefetch(1)
 

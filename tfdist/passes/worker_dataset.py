@@ -81,10 +81,17 @@ class WorkerDataset(DistributedDataset):
         """Number of batches in a pass, or tf.data's constant for an unknown or infinite number."""
         return self._cardinality
 
-    @property
+    @functools.cached_property
     def lives_in_python(self) -> bool:
-        """True if the data set calls Python of this process, so that only the chief can read it."""
-        return self._graph.lives_in_python
+        """True if only the chief can read the data set: it calls Python of this process, or has an order of its own."""
+        if self._graph.lives_in_python:
+            return True
+        if self._graph.keeps_own_order:
+            _log.say(
+                "dataset: its shuffle has no seed, and is not done again for each pass, so that only the chief has its "
+                "order, and reads these data for all workers; with a seed, shuffle(..., seed=1), they read their shares"
+            )
+        return self._graph.keeps_own_order
 
     @property
     def _original_dataset(self) -> tf.data.Dataset:

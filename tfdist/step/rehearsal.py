@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat import patching
 from tfdist.compat.keras import models, scope
 from tfdist.compat.keras.optimizers import optimizers_of, parts_of, patched_attributes, undone_on_error
 from tfdist.compat.tensorflow import graphs, replicas
@@ -209,6 +210,7 @@ _KERAS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
 # Libraries whose objects hold none of a user's.
 _LIBRARIES = ("tensorflow", "keras", "tfdist", "numpy", "builtins", "collections", "threading", "pathlib", "weakref")
 _MAX_OBJECTS = 3000
+_OPTIMIZERS = "optimizers of a step"
 _MAX_ITEMS = 200
 
 
@@ -222,6 +224,23 @@ def used_by(function: Callable[..., Any], *arguments: Any) -> list[Any]:
             seen[id(each)] = each
             waiting.extend(_within(each))
     return [each for each in seen.values() if isinstance(each, _KERAS)]
+
+
+def note_optimizers(model: keras.Model) -> None:
+    """Makes the optimizers of a train step that are no attributes of the model, such as globals, a list in one.
+
+    So `optimizers_of` finds them. Those that other models were compiled with are theirs.
+    """
+    kept = models.kept_until_compiled(model)
+    if not is_overridden(model, "train_step") or _OPTIMIZERS in kept:
+        return
+    kinds = [kind for kind in type(model).__mro__ if not _is_of_a_library(kind.__module__)]
+    methods = [each for kind in kinds for each in vars(kind).values() if isinstance(each, types.FunctionType)]
+    found = used_by(model.train_step, *methods)
+    theirs = [getattr(each, "optimizer", None) for each in found if isinstance(each, keras.Model)]
+    own = [each for each in found if isinstance(each, keras.optimizers.Optimizer) and id(each) not in map(id, theirs)]
+    kept[_OPTIMIZERS] = True
+    patching.put(model, "_tfdist_optimizers", own)
 
 
 def names_used_by(function: Callable[..., Any]) -> set[str]:
@@ -314,7 +333,11 @@ def _within(each: Any) -> Iterator[Any]:
         yield getattr(each, "__self__", None)
         yield from (*each.args, *each.keywords.values()) if isinstance(each, functools.partial) else ()
     elif isinstance(each, keras.Layer):
-        yield from (value for value in vars(each).values() if isinstance(value, (*_KERAS, list, tuple, dict)))
+        yield from (
+            value
+            for value in vars(each).values()
+            if isinstance(value, (*_KERAS, list, tuple, dict, types.SimpleNamespace))
+        )
     elif not _is_of_a_library(type(each).__module__):
         yield from list(getattr(each, "__dict__", {}).values())[:_MAX_ITEMS]
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.compat.keras import calls, models, placement, scope
 from tfdist.compat.keras.optimizers import optimizers_of
 from tfdist.compat.tensorflow import graphs, replicas
-from tfdist.step import one_replica
+from tfdist.step import one_replica, rehearsal
 
 _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -68,6 +68,7 @@ def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     Raises:
       ValueError: an optimizer was built outside of the scope.
     """
+    rehearsal.note_optimizers(model)
     for optimizer in optimizers_of(model):
         scope.take_over(strategy, optimizer)
         scope.check_made_in_scope(strategy, optimizer.variables)

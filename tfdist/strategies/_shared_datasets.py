@@ -194,7 +194,7 @@ class SameBatches:
                 lambda: of_pass,
             )
             if function is not None:
-                batch = function(*batch) if isinstance(batch, tuple) else function(batch)
+                batch = function(*batch) if type(batch) is tuple else function(batch)
             return (of_pass, index + 1), batch
 
         def mapped(function: Callable[..., Any] | None = None) -> tf.data.Dataset:

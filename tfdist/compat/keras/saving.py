@@ -268,6 +268,8 @@ def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> No
                 path = getattr(callback, attribute)
                 if not str(path).startswith(_scratch()):
                     setattr(callback, attribute, _in_scratch(path))
+        if isinstance(callback, keras.callbacks.RemoteMonitor) and not agreement.is_chief:
+            patching.put_method(callback, "on_epoch_end", lambda *_: None)
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
             patching.put_method(callback, "_save_model", _write_model)
         if isinstance(callback, keras.callbacks.BackupAndRestore):

@@ -216,6 +216,8 @@ def _pairs(flag: str, settings: Sequence[str], form: str) -> dict[str, str]:
         key, _, value = setting.partition("=")
         if not key or not value or "," in value:
             raise LaunchError(f"--{flag} is one pair; write {form}, and the flag again for more. Received: {setting!r}")
+        if key in pairs:
+            raise LaunchError(f"--{flag} names {key} twice; leave one out. Received: {pairs[key]!r} and {value!r}")
         pairs[key] = value
     return pairs
 

@@ -25,7 +25,15 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import LaunchError, ToolError, check_command, make_folder, setting, shell_code
+from tfdist.launchers.requests import (
+    LaunchError,
+    ToolError,
+    check_command,
+    make_folder,
+    setting,
+    shell_code,
+    shell_join,
+)
 from tfdist.launchers.shape import Job, Shape
 from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT, StepSettings
@@ -192,7 +200,7 @@ def _body(job: SlurmJob) -> str:
     quiet = ["--quiet_workers"] * job.quiet_workers
     task = [*python, "tfdist.launchers.slurm.task", *shape_flags, port, grace, *quiet, "--", *job.command]
     before = [*(f"export {name}={shlex.quote(value)}" for name, value in job.env.items()), *job.setup]
-    command = " \\\n  ".join(map(shlex.join, (run, [*srun, *options], task)))
+    command = " \\\n  ".join(map(shell_join, (run, [*srun, *options], task)))
     note = "# Starts the step, and queues the job again. Gets Slurm's signals in place of the shell."
     return "".join(f"{line}\n" for line in (*before, note, f"exec {command}"))
 

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdist import _log
 from tfdist.cluster import JOB_SECRET_VARIABLE, NOTICES_VARIABLE
-from tfdist.launchers.requests import SENT_PREFIX, shell_code
+from tfdist.launchers.requests import SENT_PREFIX, shell_code, shell_join
 from tfdist.launchers.ssh.task import HEARTBEAT_SECS, NOTICE
 from tfdist.launchers.supervise.notices import Reader
 
@@ -37,7 +36,7 @@ def command(login: str, python: str, options: Sequence[str], setup: str = "", *a
 
     `setup` is a shell command before it; if it fails, the task does.
     """
-    far = shlex.join([python, "-P", "-m", "tfdist.launchers.ssh.task", *arguments])
+    far = shell_join([python, "-P", "-m", "tfdist.launchers.ssh.task", *arguments])
     settings = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10", "ServerAliveCountMax=3")
     # ssh uses the first value of an option, so the user's options come first.
     far = f"{setup} && exec {far}" if setup else f"exec {far}"

@@ -45,7 +45,7 @@ _CHAINED = ("During handling of the above exception", "The above exception was t
 # The name of an exception at the beginning of a line: KeyboardInterrupt, or package.module.Class: message.
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*)(?:: .*)?$")
 # Numbers that differ between tasks of the same job: addresses, processes, times, devices, generated names.
-_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+_NUMBERS, _ADDRESS = re.compile(r"0x[0-9a-f]+|\d+"), re.compile(r"0x[0-9a-f]+")
 # A message is complete when nothing has followed for so long; held lines are printed after `_MOST_SECS` anyway.
 _SILENT_SECS, _MOST_SECS, _MOST_LINES = 0.3, 3.0, 1000
 
@@ -58,15 +58,18 @@ class Tracebacks:
 
     Attributes:
       is_interrupted: True after Ctrl-C, when a KeyboardInterrupt is left out.
+      muted: tasks of which no output is printed.
       raised_secs: time of each task's last traceback.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.is_interrupted = False
+        self.muted: set[str] = set()
         self.raised_secs: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._raised_by: dict[str, list[str]] = {}
+        # By text without numbers, for each task its first lines.
+        self._raised_by: dict[str, dict[str, list[str]]] = {}
 
     def begin(self, task: str) -> None:
         """Notes the beginning of a traceback."""
@@ -74,14 +77,19 @@ class Tracebacks:
             self.raised_secs = {**self.raised_secs, task: self.clock()}
 
     def end(self, task: str, lines: list[str]) -> list[str]:
-        """Takes a whole traceback; returns the lines to print: none if another task has raised the same."""
+        """Takes a traceback and what has followed; returns the lines to print, without what another task has raised."""
         if self.is_interrupted and _class_of(lines) == "KeyboardInterrupt":
             return []
         with self._lock:
-            tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), [])
-            is_new = not tasks or task in tasks
-            tasks += [] if task in tasks else [task]
-        return lines if is_new else []
+            tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), {})
+            printed = next((each for name, each in tasks.items() if name not in self.muted), lines)
+            is_again = task in tasks
+            tasks.setdefault(task, lines)
+        if printed is lines or is_again:
+            return lines
+        # Behind the exception may stand what the program has written meanwhile, such as a loss of this task.
+        seen = {_ADDRESS.sub("", line) for line in printed}
+        return [line for line in lines[_end_of(lines) :] if _ADDRESS.sub("", line) not in seen]
 
     def has_raised(self, task: str) -> bool:
         """Returns True if a traceback of this task was printed, or the same one of another task."""
@@ -137,12 +145,18 @@ class TracebackFilter:
 
 def _class_of(lines: Sequence[str]) -> str:
     """Returns the class of the last exception of a chain; "" if there is none."""
-    found, is_expected = "", False
-    for line in lines:
+    match = _EXCEPTION.match(lines[_end_of(lines) - 1]) if lines else None
+    return match["name"] if match else ""
+
+
+def _end_of(lines: Sequence[str]) -> int:
+    """Returns the number of lines up to the first one of the last exception's message; all if there is none."""
+    found, is_expected = len(lines), False
+    for number, line in enumerate(lines, 1):
         if line == TRACEBACK:
             is_expected = True
-        elif is_expected and (match := _EXCEPTION.match(line)):
-            found, is_expected = match["name"], False
+        elif is_expected and _EXCEPTION.match(line):
+            found, is_expected = number, False
     return found
 
 

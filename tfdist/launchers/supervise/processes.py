@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import math
 import os
 import pathlib
 import queue
@@ -393,6 +394,8 @@ class Supervisor:
         """
         restart = sum(process.name == name for process in self._processes)
         is_muted = self._shown is not None and name not in self._shown
+        if is_muted:
+            self.tracebacks.muted.add(name)
         printer = _Printer(self._console, self._on_lines, TracebackFilter(self.tracebacks, name), env)
         guard = self._start(name, tuple(command), env)
         process = Process(name, command, guard, printer, self._exits.put, restart, is_muted)
@@ -404,10 +407,12 @@ class Supervisor:
 
         More of its output may still arrive; `Process.wait` waits for all of it.
         """
-        try:
-            return self._exits.get(timeout=timeout_secs)
-        except queue.Empty:
-            return None
+        limit = time.monotonic() + (math.inf if timeout_secs is None else timeout_secs)
+        while (left := limit - time.monotonic()) > 0:
+            # A signal that another thread has taken, as after a stop, is handled between two waits.
+            with contextlib.suppress(queue.Empty):
+                return self._exits.get(timeout=min(left, 1.0))
+        return None
 
     def wake(self) -> None:
         """Makes `wait_first_exit` return None. May be called from a signal handler."""
