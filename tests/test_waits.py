@@ -47,6 +47,7 @@ ENDED_BY = {
     "launchers/supervise/output.py:_write_fully": "os.write",
     "launchers/supervise/processes.py:Process._follow": "deadline",
     "launchers/supervise/processes.py:RemoteTask._forward": "TimeoutError",
+    "launchers/supervise/processes.py:Supervisor.wait_first_exit": "limit",
     "launchers/slurm/exits.py:Exits._wait": "deadline",
     "launchers/ssh/client.py:main": "ssh.poll()",
     "launchers/ssh/task.py:received_from": "_LOST_SECS",
