@@ -25,7 +25,6 @@ _COUNTS = {
 }
 # A finished job stays for a day, with the output of its pods.
 _KEPT_SECS = 86_400
-_MANAGER = {"app.kubernetes.io/managed-by": "tfdist"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Pods(Job):
     @property
     def labels(self) -> dict[str, str]:
         """Labels that select the objects of this job."""
-        return {**_MANAGER, "app.kubernetes.io/instance": self.name}
+        return {"app.kubernetes.io/managed-by": "tfdist", "app.kubernetes.io/instance": self.name}
 
 
 def literal(text: str) -> str:
