@@ -90,7 +90,8 @@ def strategy_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
     policies = policies_from_flags(flag_values)
     cluster = _cluster_from_flags(flag_values)
     name = flag_values.tfdist_strategy
-    name = _suitable(cluster) if name == "auto" else name
+    if name == "auto":
+        name = "mirrored" if cluster is None else "parameter_server" if cluster.num_ps else "multi_worker"
     return _BUILDERS[name](flag_values, policies)
 
 
@@ -230,13 +231,6 @@ def parse_cluster(text: str, task: str) -> Cluster:
     except ClusterError as error:
         problem = str(error).removeprefix("TF_CONFIG: ")
         raise ClusterError(f"--tfdist_cluster, --tfdist_task: {problem}") from None
-
-
-def _suitable(cluster: Cluster | None) -> str:
-    """Returns the name of the strategy for a cluster."""
-    if cluster is None:
-        return "mirrored"
-    return "parameter_server" if cluster.num_ps else "multi_worker"
 
 
 # Strategies.

@@ -21,12 +21,12 @@ def write(
     spares: int = 1,
     job: str = "job",
     origin_secs: float = 1.7e9,
-    slow: float = 1.3,
+    slow: float | Sequence[float] = 1.3,
     scalars: Sequence[tuple[str, int, float, float]] = (),
 ) -> None:
     """Writes the log of a synchronous training with backup workers.
 
-    A gradient takes 0.1 s on average; the last worker takes `slow` times as long, and each one stalls now and then. The
+    A gradient takes 0.1 s on average; the last workers take `slow` times as long, and each one stalls now and then. The
     second worker is lost in the middle of the training for a hundred updates.
     """
     names = tuple(f"worker:{worker}" for worker in range(workers))
@@ -48,12 +48,12 @@ def write(
 
 
 def _train(
-    workers: int, updates: int, spares: int, random: np.random.Generator, slow: float
+    workers: int, updates: int, spares: int, random: np.random.Generator, slow: float | Sequence[float]
 ) -> tuple[Updates, Contributions]:
     needed = workers - spares
     secs = 0.05 + random.gamma(5.0, 0.01, (updates, workers))
     secs *= np.where(random.random((updates, workers)) < 0.01, random.uniform(3, 8, (updates, workers)), 1)
-    secs[:, -1] *= slow
+    secs[:, -np.size(slow) :] *= slow
     half, now, is_away = updates // 2, 0.0, np.zeros(workers, bool)
     start, local, free = np.full(workers, np.nan), np.zeros(workers, np.int64), np.zeros(workers)
     times, waits, counts, rows = [], [], [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update logs for tests: random records, and columns of any size. The policy of the page about policies."""
+"""Update logs for tests: random records. The policy of the page about policies."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import pathlib
 import re
 from typing import Any
 
-import numpy as np
 from hypothesis import strategies as st
 
 from tfdist.policies import Contribution
-from tfdist.telemetry.update_log import Contributions, Header, UpdateRecord, Updates
+from tfdist.telemetry.update_log import Header, UpdateRecord
 
 WORKERS = 3
 
@@ -53,32 +52,3 @@ def records(draw) -> list[UpdateRecord]:
         ]
         made.append(UpdateRecord(step, time, secs, wait, examples, step % 2, contributions))
     return made
-
-
-def columns(num_updates: int, workers: int) -> tuple[Updates, Contributions]:
-    """Each worker contributes to each update; one in ten gradients is dropped."""
-    random = np.random.default_rng(0)
-    total = num_updates * workers
-    secs = random.gamma(4.0, 0.025, total)
-    updates = Updates.of(
-        step=np.arange(1, num_updates + 1),
-        time=0.1 * np.arange(1, num_updates + 1),
-        opened=np.full(num_updates, 0.1),
-        wait=random.random(num_updates) / 10,
-        examples=np.full(num_updates, 32 * workers),
-        phase=np.zeros(num_updates),
-        count=np.full(num_updates, workers),
-        reduce=np.zeros(num_updates),
-    )
-    outcome = random.random(total) < 0.1
-    contributions = Contributions.of(
-        worker=np.tile(np.arange(workers), num_updates),
-        start=-secs - 0.01,
-        arrival=np.full(total, -0.01),
-        outcome=outcome,
-        staleness=random.integers(0, 3, total),
-        weight=1.0 - outcome,
-        held=random.random(total) / 100,
-        input=np.zeros(total),
-    )
-    return updates, contributions

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tfdist import _files
 from tfdist.policies import Contribution
 from tfdist.telemetry.update_log import EventKind, Header, LogReader, LogWriter, Timeline, read_logs, records
-from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Scalars, Updates
+from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Scalars, Updates, of_records
 from tfdist.telemetry.update_log.segments import FULL, Segment
 
 
@@ -102,7 +102,8 @@ def test_summary_adds_up_what_was_written(rows):
 
 def segment() -> Segment:
     events = Events.of_rows([(1.0, 0, 0, "lost", 0.0)])
-    return Segment(7, *made.columns(5, 3), events, Scalars.of_rows([(1.0, 2, "loss/train", 0.5)]))
+    rows = of_records([row(step, 3) for step in range(1, 6)])
+    return Segment(7, *rows, events, Scalars.of_rows([(1.0, 2, "loss/train", 0.5)]))
 
 
 def test_segment_cut_at_any_byte_is_an_error():

@@ -17,7 +17,7 @@ import termios
 import time
 from collections.abc import Sequence
 
-import logs
+import cluster_log
 import pytest
 from rich.console import Console
 
@@ -34,12 +34,12 @@ def watch(*arguments: str) -> int:
 
 
 def test_without_a_terminal_the_state_is_printed_once(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
-    logs.write_synchronous(tmp_path / "old", 2, 20, job="old", origin_secs=1e9)
-    logs.write_synchronous(tmp_path / "new", 3, 30, job="new", origin_secs=2e9)
+    cluster_log.write(tmp_path / "old" / "updates", 2, 20, job="old", origin_secs=1e9)
+    cluster_log.write(tmp_path / "new" / "policy" / "updates", 3, 30, job="new", origin_secs=2e9)
     assert watch(str(tmp_path)) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert out.startswith("new  MultiWorkerMirroredStrategy  (+1 other run: --run)\n")
+    assert out.startswith("new  ParameterServerStrategy  BackupWorkers(spares=1)  (+1 other run: --run)\n")
     assert "step 30, " in out
     assert sum(line.startswith("worker:") for line in out.splitlines()) == 3
     assert watch("--run=old", "--once", str(tmp_path)) == 0
@@ -65,7 +65,7 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, capsys, arguments, 
 
 
 def test_a_missing_run_names_those_that_exist(tmp_path, capsys):
-    logs.write_synchronous(tmp_path / "one", 2, 5)
+    cluster_log.write(tmp_path / "one" / "updates", 2, 5)
     assert watch("--once", "--run=two", str(tmp_path)) == 2
     assert f"no update log of the run 'two' below {str(tmp_path)!r}; there are: one" in capsys.readouterr().err
 
@@ -93,19 +93,19 @@ def rows(lines: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (80, 12), (200, 100)])
 def test_the_screen_fits_and_counts_hidden_workers(tmp_path: pathlib.Path, width: int, height: int):
-    logs.write_synchronous(tmp_path, num_workers=64, num_updates=200, spares=4, slow={7: 3.0, 20: 1.6})
+    cluster_log.write(tmp_path / "updates", workers=64, updates=200, spares=4, slow=(1.6, 3.0))
     lines = drawn(tmp_path, height, width)
     assert len(lines) <= height and max(map(len, lines)) <= width
     shown = list(rows(lines))
     # The lost worker, then the slow ones: most of their gradients are dropped.
-    assert shown[: min(3, len(shown))] == ["worker:63", "worker:7", "worker:20"][: len(shown)]
-    assert rows(lines)["worker:63"][0] == "lost"
+    assert shown[: min(3, len(shown))] == ["worker:1", "worker:63", "worker:62"][: len(shown)]
+    assert rows(lines)["worker:1"][0] == "lost"
     assert len(shown) == 64 or any(line.startswith(f"{64 - len(shown)} more workers") for line in lines)
     assert len(rows(drawn(tmp_path, None, width))) == 64
 
 
 def test_rates_and_counts_are_those_of_the_log(tmp_path: pathlib.Path):
-    logs.write_synchronous(tmp_path, num_workers=3, num_updates=100, spares=1, slow={2: 4.0})
+    cluster_log.write(tmp_path / "updates", workers=3, updates=100, slow=4.0)
     timeline = read_logs(tmp_path)
     begin, end = timeline.span
     lines = drawn(tmp_path)
@@ -114,7 +114,7 @@ def test_rates_and_counts_are_those_of_the_log(tmp_path: pathlib.Path):
         mine = timeline.contributions[timeline.contributions.worker == worker]
         accepted, dropped = (int((mine.outcome == each).sum()) for each in (0, 1))
         rate = f"{(accepted + dropped) / (end - begin):.3g}"
-        state = ["lost"] if worker == 2 else []
+        state = ["lost"] if worker == 1 else []
         assert rows(lines)[name][: len(state) + 3] == [*state, rate, str(accepted), str(dropped)]
 
 
@@ -208,9 +208,9 @@ def test_a_terminal_waits_follows_new_runs_and_is_restored(tmp_path: pathlib.Pat
     terminal = Terminal(str(tmp_path / "logs"), "--refresh_secs=0.1")
     try:
         terminal.read_until("waiting for an update log below")
-        logs.write_synchronous(tmp_path / "logs" / "first", 2, 10, job="a", origin_secs=1e9)
+        cluster_log.write(tmp_path / "logs" / "first" / "updates", 2, 10, job="a", origin_secs=1e9)
         terminal.read_until("first")
-        logs.write_synchronous(tmp_path / "logs" / "second", 2, 12, job="b", origin_secs=2e9)
+        cluster_log.write(tmp_path / "logs" / "second" / "updates", 2, 12, job="b", origin_secs=2e9)
         assert ENTERS in terminal.read_until("step 12")
         if ending == "ctrl-c":
             terminal.type(b"\x03")

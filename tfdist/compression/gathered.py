@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -56,10 +57,7 @@ class GatheredCodec(codec.Codec, abc.ABC):
 
     def _decode(self, received: tf.Tensor, specs: Sequence[tf.TensorSpec], senders: Sequence[str]) -> list[tf.Tensor]:
         sizes = codec.sizes_of(specs)
-
-        def decode(rows: np.ndarray) -> list[np.ndarray]:
-            return self.sum_of(rows, sizes, senders)
-
+        decode = functools.partial(self.sum_of, sizes=sizes, senders=senders)
         flat = _in_numpy(decode, [received], [tf.float32] * len(sizes)) if sizes else []
         return [tf.cast(tf.reshape(total, spec.shape), spec.dtype) for total, spec in zip(flat, specs, strict=True)]
 

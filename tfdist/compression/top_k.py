@@ -21,6 +21,7 @@ _DTYPES = {"float16": np.float16, "float32": np.float32}
 # Density of the first step of the warmup: a quarter of the values, as in the paper.
 _FIRST_DENSITY = 0.25
 _MIN_SAMPLE, _MAX_SAMPLE = 1 << 12, 1 << 18
+_BELOW_SMALLEST = float(np.nextafter(np.float32(gathered.SMALLEST), np.float32(0)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -131,7 +132,7 @@ class TopK(gathered.GatheredCodec):
         # About 32 of the values to send are in the sample.
         stride = size // min(_MAX_SAMPLE, max(_MIN_SAMPLE, 32 * size // max(1, number)))
         if stride < 2:
-            return _below(gathered.SMALLEST)
+            return _BELOW_SMALLEST
         # Odd, because rows of matrices have even lengths.
         every = slice(None, None, stride | 1)
         with np.errstate(all="ignore"):
@@ -141,7 +142,7 @@ class TopK(gathered.GatheredCodec):
         expected = number / size * sample.size
         rank = sample.size - math.ceil(expected + 4 * math.sqrt(expected) + 4)
         bound = float(np.partition(sample, rank)[rank]) if rank >= 0 else 0.0
-        return max(bound, _below(gathered.SMALLEST)) if bound <= gathered.LARGEST else gathered.LARGEST
+        return max(bound, _BELOW_SMALLEST) if bound <= gathered.LARGEST else gathered.LARGEST
 
     def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
         count, coded_size, value_size = _HEAD.unpack(payload[: _HEAD.size].tobytes())
@@ -161,7 +162,3 @@ def _largest(values: np.ndarray, candidates: np.ndarray, number: int) -> np.ndar
     equal = np.flatnonzero(magnitudes == limit)
     is_above[equal[: number - np.count_nonzero(is_above)]] = True
     return candidates[is_above]
-
-
-def _below(value: float) -> float:
-    return float(np.nextafter(np.float32(value), np.float32(0)))

@@ -215,16 +215,13 @@ def _batches(arguments: dict[str, Any]) -> list[Any]:
         if found and _size(batch) != _size(found[0]):
             break
         found.append(batch)
-        total += sum(_bytes(each) for each in tf.nest.flatten(batch))
+        tensors = [each for each in tf.nest.flatten(batch) if isinstance(each, tf.Tensor)]
+        total += sum(int(tf.size(each)) * each.dtype.size for each in tensors)
         if total > _MOST_BYTES or len(found) == _MOST_BATCHES:
             break
     if not found:
         raise ValueError("fit has no batch to measure with; give it data")
     return found
-
-
-def _bytes(tensor: Any) -> int:
-    return int(tf.size(tensor)) * tensor.dtype.size if isinstance(tensor, tf.Tensor) else 0
 
 
 def _size(batch: Any) -> int:

@@ -150,9 +150,8 @@ class Advice:
         for worker, name in enumerate(timeline.workers):
             mine = np.flatnonzero((rows.worker == worker) & (rows.outcome != Outcome.LOST))
             mine = mine[np.argsort(arrival[mine], kind="stable")]
-            secs = _durations(start[mine], arrival[mine], rows.held[mine], begins, pauses)
-            if len(secs) > 1:
-                self._secs[name] = secs.tolist()
+            if len(mine) > 1:
+                self._secs[name] = _durations(start[mine], arrival[mine], rows.held[mine], begins, pauses).tolist()
         self.workers = tuple(sorted(self._secs, key=lambda name: float(np.mean(self._secs[name]))))
         if not self.workers:
             raise ReplayError("no advice: no worker has sent two gradients")
@@ -247,14 +246,12 @@ def _durations(
     """Returns the seconds of one worker's gradients, with the time before in which it was neither busy nor held.
 
     Args:
-      start: start of each gradient, in the order of the arrivals.
+      start: start of each gradient, of two at least, in the order of the arrivals.
       arrival: its arrival.
       held: for how long the policy held the worker before it.
       begins: first start of each step, of a synchronous run; None for an asynchronous one.
       pauses_secs: length of all validations and checkpoints.
     """
-    if len(start) < 2:
-        return arrival - start
     before = arrival[:-1]
     if begins is None:
         return arrival - start + max(0.0, float(np.sum(start[1:] - before - held[1:]) - pauses_secs)) / len(before)

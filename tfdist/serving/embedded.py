@@ -245,8 +245,9 @@ class EmbeddedCluster:
             next_start = _register_failure(replacements, ended) if ended and not is_closing else ""
             # Restarts come before the line is written, because training may wait for the worker.
             for name in () if is_closing else replacements.due():
+                job, _, index = name.partition(":")
                 try:
-                    self._processes[name] = self._start(_task(name))
+                    self._processes[name] = self._start(Task(job, int(index)))
                 except OSError as error:
                     replacements.failed(name, 0.0, least_secs=_RESTARTS.restart_backoff_secs)
                     _log.say(f"{name} of the embedded cluster could not be started: {error}")
@@ -272,11 +273,6 @@ def _has_ended(pid: int | None) -> bool:
         return stalls.run_state(pathlib.Path(f"/proc/{pid}")) in "ZX"
     except OSError:
         return pathlib.Path("/proc/self/stat").exists()
-
-
-def _task(name: str) -> Task:
-    job, _, index = name.partition(":")
-    return Task(job, int(index))
 
 
 def _tail(process: Process) -> str:

@@ -32,10 +32,7 @@ from tfdist.coordination import keepalive, rendezvous
 from tfdist.coordination.usage import USAGE_REQUEST, Sampler
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 
-# Number of logical CPUs of a worker's server, given to `python -m tfdist.serving.task` by its parent.
-
-
-# The environment variable with the number.
+# The environment variable with the number of logical CPUs of a worker's server, which its parent sets.
 VARIABLE = "TFDIST_LOGICAL_CPUS"
 # The environment variable with the paths of libraries of operations, separated as in PATH.
 LIBRARIES_VARIABLE = "TFDIST_OP_LIBRARIES"
@@ -94,7 +91,9 @@ class _Functions:
         """See `on_servers.CodecServer`."""
         import numpy as np
 
-        request = _request(arguments[0]) if arguments else None
+        request = arguments[0] if arguments else None
+        # A scalar string comes as bytes, or in an array.
+        request = request.item() if getattr(request, "size", 0) == 1 else request
         if request == USAGE_REQUEST:
             return [np.frombuffer(self._sampler.sample().to_json().encode(), np.uint8).copy()]
         if request == servers.LOAD_REQUEST:
@@ -109,11 +108,6 @@ class _Functions:
 
                 self._server = on_servers.CodecServer(self._task)
         return self._server(*arguments)
-
-
-def _request(given: Any) -> Any:
-    # A scalar string comes as bytes, or in an array.
-    return given.item() if getattr(given, "size", 0) == 1 else given
 
 
 def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:
@@ -287,9 +281,11 @@ def prepare(folder: pathlib.Path) -> None:
     """
     if folder.is_symlink() or folder.exists():
         if not is_ours(folder):
+            status = folder.lstat()
+            seen = f"{stat.filemode(status.st_mode)}, user {status.st_uid}"
             raise OSError(
                 f"{folder} is not a folder of this user, so that the chief can't say there that it is done; remove "
-                f"it, or set {JOB_SECRET_VARIABLE} to one random text for all tasks. Received: {_described(folder)}"
+                f"it, or set {JOB_SECRET_VARIABLE} to one random text for all tasks. Received: {seen}"
             )
         shutil.rmtree(folder)
     if not _secret():
@@ -303,11 +299,6 @@ def is_ours(folder: pathlib.Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-
-
-def _described(path: pathlib.Path) -> str:
-    status = path.lstat()
-    return f"{stat.filemode(status.st_mode)}, user {status.st_uid}"
 
 
 def main() -> int:

@@ -77,18 +77,8 @@ class PartitionedVariable(CoordinatedVariable, sharding.InShards):
             return self._exported.handle
         return self.stored.eager_anchor if tf.executing_eagerly() else self.stored.handle_of_step()
 
-    @property
-    def shape(self) -> tf.TensorShape:
-        """The shape of the whole, or of the part that is updated."""
-        return self.stored.shape
-
     def _part(self) -> None:
-        """Returns None: what is stored stands for its part by itself."""
-
-    @property
-    def trainable(self) -> bool:
-        """True if gradient tapes watch the variable."""
-        return self.stored.trainable
+        """Returns None: what is stored stands for its part by itself, also in its shape."""
 
     @property
     def _shared_name(self) -> str:

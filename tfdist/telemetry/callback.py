@@ -93,7 +93,10 @@ class Telemetry(keras.callbacks.Callback):
         self._close()
         self._last, self._batches, self._evaluated_secs, self._evaluated_for = None, 0, 0.0, None
         self._collect()
-        self._batch_size = _batch_size(self.model)
+        fit = EpochIterator.of(self.model)
+        # Examples in each global batch but the last one; 0 if that isn't known.
+        size = fit.batch_size if fit is not None else None
+        self._batch_size = int(size) if isinstance(size, int) else 0
         # Batches in one update.
         self._accumulated = getattr(self.model.optimizer, "gradient_accumulation_steps", None) or 1
         own = strategy.distribution.replicas
@@ -474,10 +477,3 @@ def _recorder(strategy: Any) -> Recorder:
             f"say, tfdist.MirroredStrategy(). Received: a model of {type(strategy).__name__}"
         )
     return recorder
-
-
-def _batch_size(model: keras.Model) -> int:
-    """Returns the number of examples in each global batch but the last one; 0 if it isn't known."""
-    fit = EpochIterator.of(model)
-    size = fit.batch_size if fit is not None else None
-    return int(size) if isinstance(size, int) else 0

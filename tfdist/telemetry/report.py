@@ -230,6 +230,17 @@ class Tally:
 
     def report(self, names: Sequence[str]) -> Report:
         """Returns the sums as a `Report`; its bytes are 0."""
+        times = {names[worker]: each for worker, each in sorted(self.times.items())}
+        kinds = {"step_secs": "step", "input_secs": "input", "compute_secs": "compute", "rest_secs": "rest"}
+        kinds |= {"wait": "wait", "held": "held"}
+        secs: dict[str, Any] = {
+            field: {name: percentiles_of(each[kind]) for name, each in times.items()} for field, kind in kinds.items()
+        }
+        whole = max((each["own"].total + each["wait"].total for each in times.values()), default=0.0)
+        for kind, bound in (("own", math.inf), ("late", whole)):
+            secs[f"{kind}_secs"] = {
+                name: Interval.of_median(each[kind], bound) for name, each in times.items() if each[kind].count
+            }
         by_name = {
             field: dict(zip(names, values.tolist(), strict=True))
             for field, values in (
@@ -248,7 +259,7 @@ class Tally:
             bytes_received=dict.fromkeys(names, 0),
             reduce_secs=percentiles_of(self.reduce),
             **by_name,
-            **_columns({names[worker]: each for worker, each in sorted(self.times.items())}),
+            **secs,
         )
 
 
@@ -264,21 +275,6 @@ def newest(updates: Updates, contributions: Contributions, most: int) -> tuple[U
     offsets = updates.offsets
     first = min(int(np.searchsorted(offsets[:-1], offsets[-1] - most)), max(0, len(updates) - 1))
     return updates[first:], contributions[int(offsets[first]) :]
-
-
-def _columns(times: Mapping[str, Mapping[str, Histogram]]) -> dict[str, Any]:
-    """Returns the fields of a `Report` with the times of each worker."""
-    fields = {"step_secs": "step", "input_secs": "input", "compute_secs": "compute", "rest_secs": "rest"}
-    fields |= {"wait": "wait", "held": "held"}
-    found: dict[str, Any] = {
-        field: {name: percentiles_of(each[kind]) for name, each in times.items()} for field, kind in fields.items()
-    }
-    secs = max((each["own"].total + each["wait"].total for each in times.values()), default=0.0)
-    for kind, bound in (("own", math.inf), ("late", secs)):
-        found[f"{kind}_secs"] = {
-            name: Interval.of_median(each[kind], bound) for name, each in times.items() if each[kind].count
-        }
-    return found
 
 
 def percentiles_of(values: Histogram) -> Percentiles:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import pathlib
@@ -25,7 +26,6 @@ from tfdist.telemetry.update_log import EventKind, LogReader, Outcome, Timeline,
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_COMMAND = "tfdist watch"
 _USAGE = """\
 usage: tfdist watch LOGDIR [FLAGS]
 
@@ -48,14 +48,9 @@ _OTHER_LINES = 7
 _LEFT_OUT = ("worker", "of updates", "of its gradients")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs `tfdist watch`. See `command_line.run_command`; 1 with --once if there is no update log yet."""
-    return command_line.run_command(_USAGE, define_flags, arguments, _run, takes="LOGDIR")
-
-
 def _run(values: flags.FlagValues, rest: Sequence[str]) -> int:
     if pathlib.Path(rest[0]).exists() and not pathlib.Path(rest[0]).is_dir():
-        raise LaunchError(f"{_COMMAND} takes a log directory, and this is a file. Received: {rest[0]!r}")
+        raise LaunchError(f"tfdist watch takes a log directory, and this is a file. Received: {rest[0]!r}")
     console = _console()
     watched = Watched(rest[0], values.run, values.window_secs)
     if values.once or not console.is_terminal or console.is_dumb_terminal:
@@ -76,6 +71,9 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float("refresh_secs", 2.0, "time between two looks at the logs", 0.1, 3600.0, flag_values=values)
     flags.DEFINE_float("window_secs", 60.0, "seconds before the last update that are shown", 1.0, flag_values=values)
     flags.DEFINE_boolean("once", False, "print the state once, with all workers, and end", flag_values=values)
+
+
+main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_run, takes="LOGDIR")
 
 
 def _console() -> Console:

@@ -17,12 +17,14 @@ from tfdist.launchers.kubernetes import task as kubernetes_task
 from tfdist.launchers.requests import HOPELESS_EXIT_CODES, TRY_AGAIN_EXIT_CODE, setting
 from tfdist.launchers.shape import Job
 
-# Annotations in which controllers count replacements, by the variable that passes the count to the wrapper.
-_JOB_COUNTS = {kubernetes_task.IGNORED_VARIABLE: "batch.kubernetes.io/job-index-ignored-failure-count"}
-_JOBSET_COUNTS = {kubernetes_task.RESTARTS_VARIABLE: "jobset.sigs.k8s.io/restart-attempt"}
+# For each form of a job the variable that passes the count of replacements to the wrapper, and the annotation in which
+# the controller counts them; older versions of Kubernetes leave it empty.
+_COUNTS = {
+    "job": (kubernetes_task.IGNORED_VARIABLE, "batch.kubernetes.io/job-index-ignored-failure-count"),
+    "jobset": (kubernetes_task.RESTARTS_VARIABLE, "jobset.sigs.k8s.io/restart-attempt"),
+}
 # A finished job stays for a day, with the output of its pods.
 _KEPT_SECS = 86_400
-_MANAGER = {"app.kubernetes.io/managed-by": "tfdist"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Pods(Job):
     @property
     def labels(self) -> dict[str, str]:
         """Labels that select the objects of this job."""
-        return {**_MANAGER, "app.kubernetes.io/instance": self.name}
+        return {"app.kubernetes.io/managed-by": "tfdist", "app.kubernetes.io/instance": self.name}
 
 
 def literal(text: str) -> str:
@@ -109,8 +111,7 @@ def indexed_job(pods: Pods, role: str) -> dict[str, Any]:
     # Kubernetes waits 10 s; counted together, four workers would wait 80 s. The first index with too many ends the Job.
     limits = {"backoffLimitPerIndex": pods.max_restarts, "maxFailedIndexes": 0}
     limits |= {"ttlSecondsAfterFinished": _KEPT_SECS}
-    spec = _job_spec(pods.roles[role], limits, rules, _template(pods, role, _wrapped(pods, role, host)))
-    _show_counts(spec["template"], _JOB_COUNTS)
+    spec = _job_spec(pods, role, host, limits, rules)
     return _object(pods, "batch/v1", "Job", f"{pods.name}-{role}", spec=spec)
 
 
@@ -123,9 +124,8 @@ def jobset(pods: Pods) -> dict[str, Any]:
     ]
     host = f"{pods.name}-{{type}}-0-{{index}}.{pods.name}"
     jobs = []
-    for role, size in pods.roles.items():
-        spec = _job_spec(size, {"backoffLimit": 0}, rules, _template(pods, role, _wrapped(pods, role, host)))
-        _show_counts(spec["template"], _JOBSET_COUNTS)
+    for role in pods.roles:
+        spec = _job_spec(pods, role, host, {"backoffLimit": 0}, rules)
         jobs.append({"name": role, "replicas": 1, "template": {"metadata": {"labels": pods.labels}, "spec": spec}})
     deciding = list(dict.fromkeys(task.type for task in pods.shape.deciding))
     uncounted = {
@@ -156,23 +156,16 @@ def _wrapped(pods: Pods, role: str, host_format: str) -> tuple[str, ...]:
     return (*wrapper, f"--form={pods.form}", f"--host_format={host_format}", *shown, "--", *pods.command)
 
 
-def _show_counts(template: dict[str, Any], annotations: Mapping[str, str]) -> None:
-    """Adds variables with the number of the pod's replacements; older versions of Kubernetes leave them empty."""
-    for name, annotation in annotations.items():
-        field = {"fieldPath": f"metadata.annotations['{annotation}']"}
-        template["spec"]["containers"][0]["env"].append({"name": name, "valueFrom": {"fieldRef": field}})
-
-
 def _job_spec(
-    size: int, limits: Mapping[str, int], rules: list[dict[str, Any]], template: dict[str, Any]
+    pods: Pods, role: str, host_format: str, limits: Mapping[str, int], rules: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
-        "completions": size,
-        "parallelism": size,
+        "completions": pods.roles[role],
+        "parallelism": pods.roles[role],
         "completionMode": "Indexed",
         **limits,
         "podFailurePolicy": {"rules": rules},
-        "template": template,
+        "template": _template(pods, role, _wrapped(pods, role, host_format)),
     }
 
 
@@ -220,4 +213,7 @@ def _environment(pods: Pods, computes: bool) -> list[dict[str, Any]]:
         env.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     reference = {"name": pods.name, "key": "job-secret", "optional": True}
     env.append({"name": JOB_SECRET_VARIABLE, "valueFrom": {"secretKeyRef": reference}})
+    name, annotation = _COUNTS[pods.form]
+    field = {"fieldPath": f"metadata.annotations['{annotation}']"}
+    env.append({"name": name, "valueFrom": {"fieldRef": field}})
     return env

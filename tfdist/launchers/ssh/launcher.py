@@ -139,10 +139,10 @@ def _visible_devices(job: SshJob) -> dict[Task, dict[str, str]]:
 
 
 def preflight(job: SshJob) -> list[str]:
-    """Checks every host before any task starts; returns warnings.
+    """Checks all hosts at once, before any task starts; returns warnings, one line each.
 
     Raises:
-      LaunchError: a host can't be used.
+      LaunchError: a host can't be used. The message has all problems of all hosts, in one line.
     """
     tools.find_tool("ssh", "install an OpenSSH client")
     asked: dict[str, dict[str, Any]] = {}
@@ -151,7 +151,24 @@ def preflight(job: SshJob) -> list[str]:
         entry = asked.setdefault(host.login, {"directory": job.directory, "files": files, "ports": [], "gpus": 0})
         entry["ports"] += [job.port + slot] if task in job.shape.members else []
         entry["gpus"] += (job.gpus_per_worker or 0) * (task in job.shape.computing)
-    return check_hosts(asked, job.python, job.ssh, versions(), job.preflight_secs, job.setup)
+    with concurrent.futures.ThreadPoolExecutor(min(32, len(asked)), "tfdist preflight") as pool:
+        commands = {login: ssh_client.command(login, job.python, job.ssh, job.setup, "--probe") for login in asked}
+        futures = {
+            login: pool.submit(_probe, login, command, asked[login], job.preflight_secs)
+            for login, command in commands.items()
+        }
+        answers = {login: future.result() for login, future in futures.items()}
+    wrong, warnings, here = [], [], versions()
+    for login, answer in answers.items():
+        if isinstance(answer, str):
+            wrong.append(f"{login} {answer}")
+            continue
+        wrong += [f"{login} {problem}" for problem in problems_of(answer, asked[login], here)]
+        if abs(answer["skew"]) > _MAX_SKEW_SECS:
+            warnings.append(f"the clock of {login} is {answer['skew']:+.0f} s off; set it (timedatectl, chrony)")
+    if wrong:
+        raise LaunchError("; ".join(wrong))
+    return warnings
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -289,51 +306,6 @@ _PORT_ADVICE = {
     "privileged": "lets this user not listen on port {}, which is privileged; use a --port from 1024",
 }
 _OTHER_PORT = "can't listen on port {} ({}); use another --port"
-
-
-def check_hosts(
-    asked: Mapping[str, Mapping[str, Any]],
-    python: str,
-    options: Sequence[str],
-    here: Mapping[str, str],
-    timeout_secs: float,
-    setup: str = "",
-) -> list[str]:
-    """Checks all hosts at once.
-
-    Args:
-      asked: for each ssh destination: `directory`, `files` in it, `ports` that must be free, number of `gpus`.
-      python: the interpreter on the hosts.
-      options: options of ssh.
-      here: the versions that the hosts must have, by package name.
-      timeout_secs: timeout for each host.
-      setup: see `SshJob`.
-
-    Returns:
-      Warnings, one line each.
-
-    Raises:
-      LaunchError: a host can't be used. The message has all problems of all hosts, in one line.
-    """
-    with concurrent.futures.ThreadPoolExecutor(min(32, len(asked)), "tfdist preflight") as pool:
-        futures = {
-            login: pool.submit(
-                _probe, login, ssh_client.command(login, python, options, setup, "--probe"), asked[login], timeout_secs
-            )
-            for login in asked
-        }
-        answers = {login: future.result() for login, future in futures.items()}
-    wrong, warnings = [], []
-    for login, answer in answers.items():
-        if isinstance(answer, str):
-            wrong.append(f"{login} {answer}")
-            continue
-        wrong += [f"{login} {problem}" for problem in problems_of(answer, asked[login], here)]
-        if abs(answer["skew"]) > _MAX_SKEW_SECS:
-            warnings.append(f"the clock of {login} is {answer['skew']:+.0f} s off; set it (timedatectl, chrony)")
-    if wrong:
-        raise LaunchError("; ".join(wrong))
-    return warnings
 
 
 def _probe(login: str, command: Sequence[str], asked: Mapping[str, Any], timeout_secs: float) -> dict[str, Any] | str:

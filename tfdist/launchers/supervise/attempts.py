@@ -303,18 +303,16 @@ class Attempt:
     def _cause(self, failed: Process) -> str:
         if failed.returncode == TRY_AGAIN_EXIT_CODE:
             return f"{failed.name} was preempted, and the work is saved (exit code {TRY_AGAIN_EXIT_CODE})"
-        return f"{failed.name} failed first ({self._how_with_host(failed)})"
+        host = self._host(failed.name)
+        reason = self._unreachable.get(host)
+        how = f"its host {host} can't be reached: {reason}" if reason else self._how(failed)
+        return f"{failed.name} failed first ({how})"
 
     def _named(self, names: Sequence[str]) -> str:
         if len(names) < len(self._tasks):
             return ", ".join(names)
         kind = "workers" if all(name.startswith("worker") for name in names) else "tasks"
         return f"all {len(names)} {kind}"
-
-    def _how_with_host(self, failed: Process) -> str:
-        host = self._host(failed.name)
-        reason = self._unreachable.get(host)
-        return f"its host {host} can't be reached: {reason}" if reason else self._how(failed)
 
     def _advice(self, failed: Process) -> str:
         """Advises on a killed job that no launcher starts again: a bug of the script would come again."""

@@ -80,7 +80,11 @@ class PortReservation:
         self._sockets: list[socket.socket] = []
         try:
             for _ in range(count):
-                self._sockets.append(_bound_socket())
+                held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                self._sockets.append(held)
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                # On all interfaces, as TensorFlow's server: a port in use on one of them can't be used.
+                held.bind(("", 0))
             self.ports: tuple[int, ...] = tuple(held.getsockname()[1] for held in self._sockets)
         except OSError:
             self.release()
@@ -98,18 +102,6 @@ class PortReservation:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-
-def _bound_socket() -> socket.socket:
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # On all interfaces, as TensorFlow's server: a port in use on one of them can't be used.
-        held.bind(("", 0))
-    except OSError:
-        held.close()
-        raise
-    return held
 
 
 _GUARD = str(pathlib.Path(__file__).resolve().with_name("guard.py"))
