@@ -6,11 +6,11 @@ import functools
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
 
+import launching
 import pytest
 
 from tfdist.cluster import NOTICES_VARIABLE
@@ -20,70 +20,28 @@ from tfdist.launchers.ssh import launcher as ssh
 from tfdist.launchers.ssh import task as ssh_task
 from tfdist.launchers.ssh.launcher import Host
 from tfdist.launchers.supervise import attempts, notices
-from tfdist.launchers.supervise.output import Tracebacks
 
 AWAY = "ssh: connect to host beta port 22: Connection timed out"
 
 
-class Task:
-    """A task whose local process runs on until it is stopped; given a code, it has ended."""
-
-    pid, restart, tail, is_muted = 1, 0, (), False
-
-    def __init__(self, name, code):
-        self.name, self.returncode, self.ran_secs = name, code, 40.0
-
-    def wait(self, timeout_secs=None):
-        return self.returncode
-
-
-class Tasks:
-    """Stands for a `Supervisor` whose tasks end as told."""
-
-    running = ()
-    tracebacks = Tracebacks()
-
-    def __init__(self, **codes):
-        self.codes, self.lines, self.started = codes, [], {}
-
-    def start(self, name, command, env):
-        self.started[name] = Task(name, None)
-        return self.started[name]
-
-    def wait_first_exit(self, timeout_secs=None):
-        if not self.codes:
-            return None
-        name, code = self.codes.popitem()
-        task = self.started[name.replace("_", ":")]
-        task.returncode = code
-        return task
-
-    def say(self, lines):
-        self.lines += lines
-
-    def stop(self, signals=(), grace_secs=0.0):
-        for task in self.started.values():
-            task.returncode = -signal.SIGKILL if task.returncode is None else task.returncode
-
-
-def attempt(monkeypatch, unreachable, **codes):
-    """The outcome of a job on alpha and beta, whose workers end with these codes, and what the launcher says."""
+def attempt(monkeypatch, unreachable, name, code):
+    """The outcome of a job on alpha and beta, one of whose workers ends with this code, and what the launcher says."""
     monkeypatch.setattr(attempts, "CAUSE_SECS", 0.0)
     asked = []
     monkeypatch.setattr(attempts, "unreachable", lambda probes, _: asked.append(probes) or unreachable)
     request = ssh.plan(ssh.SshJob(("train.py",), Shape(2), hosts=(Host("alpha", 1), Host("beta", 1))))
-    tasks = Tasks(**codes)
+    tasks = launching.Scripted((name, code, 40.0))
     outcome = attempts.Attempt(request, tasks, [], number=0, min_workers=2, logs=None).run()
     return outcome, tasks.lines, asked
 
 
 @pytest.mark.parametrize("code", [1, requests.TRY_AGAIN_EXIT_CODE])
 def test_a_lost_host_is_the_cause_not_its_survivor(monkeypatch, code):
-    outcome, lines, asked = attempt(monkeypatch, {"beta": AWAY}, worker_0=code)
+    outcome, lines, asked = attempt(monkeypatch, {"beta": AWAY}, "worker:0", code)
     assert list(asked[0]) == ["beta"]
     assert (outcome.code, outcome.failed.name) == (255, "worker:1")
     assert lines[0] == f"worker:0 failed (exit code {code}), as it misses worker:1"
-    assert lines[1] == (
+    assert lines[-1] == (
         f"worker:1 failed first (its host beta can't be reached: {AWAY}); all others have ended, and those on beta end "
         "by themselves within 30 s; start with --max_restarts=N and tfdist.callbacks.Resume to go on from a checkpoint"
     )
@@ -94,29 +52,30 @@ def test_a_lost_host_is_the_cause_not_its_survivor(monkeypatch, code):
     ("code", "cause"), [(1, "failed first (exit code 1)"), (75, "was preempted, and the work is saved (exit code 75)")]
 )
 def test_without_a_lost_host_the_first_failure_decides(monkeypatch, code, cause):
-    outcome, lines, _ = attempt(monkeypatch, {}, worker_0=code)
+    outcome, lines, _ = attempt(monkeypatch, {}, "worker:0", code)
     assert (outcome.code, outcome.failed.name, outcome.orphan_secs) == (code, "worker:0", 0.0)
-    assert lines == [f"worker:0 {cause}; all tasks have ended"]
+    assert lines[-1] == f"worker:0 {cause}; all tasks have ended"
 
 
 @pytest.mark.parametrize("code", requests.HOPELESS_EXIT_CODES)
 def test_after_a_hopeless_failure_no_host_is_looked_for(monkeypatch, code):
     """A wrong command line fails at once; hosts may take half a minute not to answer."""
-    outcome, _, asked = attempt(monkeypatch, {"beta": AWAY}, worker_0=code)
+    outcome, _, asked = attempt(monkeypatch, {"beta": AWAY}, "worker:0", code)
     assert (outcome.code, outcome.failed.name, asked) == (code, "worker:0", [])
 
 
 def test_when_no_host_answers_the_launchers_link_is_named(monkeypatch):
-    outcome, lines, asked = attempt(monkeypatch, {"alpha": AWAY, "beta": AWAY}, worker_1=255)
+    outcome, lines, asked = attempt(monkeypatch, {"alpha": AWAY, "beta": AWAY}, "worker:1", 255)
     assert sorted(asked[0]) == ["alpha", "beta"]
     assert outcome.code == 255
     assert lines[0] == "no host can be reached: the link of this machine may be down"
-    assert "those on alpha, beta end by themselves within 30 s" in lines[1]
+    assert "those on alpha, beta end by themselves within 30 s" in lines[-1]
 
 
 def test_after_a_lost_host_tasks_there_have_time_to_end(monkeypatch):
     """Else the next attempt would find their ports in use."""
-    outcomes = [attempts.AttemptOutcome(255, Task("worker:1", 255), orphan_secs=30.0), attempts.AttemptOutcome(0)]
+    lost = launching.Ended("worker:1", {}, 0)
+    outcomes = [attempts.AttemptOutcome(255, lost, orphan_secs=30.0), attempts.AttemptOutcome(0)]
     pauses = []
     monkeypatch.setattr(attempts._Submission, "_attempt", lambda *_: outcomes.pop(0))
     monkeypatch.setattr(attempts._Submission, "_pause", lambda _, secs: pauses.append(secs) or True)

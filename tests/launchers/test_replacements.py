@@ -6,11 +6,11 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import signal
 import types
 
 import pytest
+from launching import LATER, Ended, Scripted
 from waiting import Clock
 
 from tfdist.cluster import JOINED_VARIABLE, Cluster, Task
@@ -20,7 +20,6 @@ from tfdist.launchers.shape import Shape
 from tfdist.launchers.ssh import launcher as ssh
 from tfdist.launchers.ssh.launcher import Host
 from tfdist.launchers.supervise import attempts, verdict
-from tfdist.launchers.supervise.output import Tracebacks
 from tfdist.launchers.supervise.replacements import FailureRows, Replacements
 
 # The rule.
@@ -54,66 +53,6 @@ def test_a_task_is_due_once_and_when_its_time_has_come():
 
 
 # What an attempt makes of it.
-
-
-# In place of an ending: time passes.
-LATER = None
-
-
-class Ended:
-    """A task of `Scripted`."""
-
-    pid = 1
-    is_muted = False
-
-    def __init__(self, name, env, restart):
-        self.name, self.env, self.restart = name, env, restart
-        self.returncode, self.ran_secs, self.tail = None, 0.0, [f"last line {restart}"]
-        self.signals = []
-
-    def wait(self, timeout_secs=None):
-        return self.returncode
-
-    def send_signal(self, signum):
-        self.signals.append(signum)
-
-
-class Scripted:
-    """Stands for a `Supervisor` whose tasks end in a given order: name, return code, and how long each had run."""
-
-    def __init__(self, *endings):
-        self.endings = list(endings)
-        self.started, self.lines = [], []
-        self.tracebacks = Tracebacks()
-
-    def start(self, name, command, env):
-        pathlib.Path(env[JOINED_VARIABLE]).touch()
-        task = Ended(name, env, sum(each.name == name for each in self.started))
-        self.started.append(task)
-        return task
-
-    @property
-    def running(self):
-        return [task for task in self.started if task.returncode is None]
-
-    def wait_first_exit(self, timeout_secs=None):
-        running = {task.name: task for task in self.running}
-        if not self.endings or self.endings[0] is LATER or self.endings[0][0] not in running:
-            if self.endings[:1] == [LATER]:
-                self.endings.pop(0)
-            assert timeout_secs is not None, "nothing would ever happen"
-            return None
-        name, code, ran_secs = self.endings.pop(0)
-        task = running[name]
-        task.returncode, task.ran_secs = code, ran_secs
-        return task
-
-    def say(self, lines):
-        self.lines += lines
-
-    def stop(self, signals=(), grace_secs=0.0):
-        for task in self.running:
-            task.returncode = -signal.SIGTERM
 
 
 @pytest.fixture(autouse=True)
@@ -255,14 +194,14 @@ def job_of(monkeypatch, outcomes, num_ps, **restarts):
     """Submits a job of three workers whose attempts end as given; gives the code and the workers of each attempt."""
     crews = []
 
-    class Scripted:
+    class ScriptedAttempt:
         def __init__(self, request, supervisor, received, number, min_workers, logs):
             crews.append([Members(task).address for task in request.tasks if task.name.startswith("worker")])
 
         def run(self):
             return outcomes.pop(0)
 
-    monkeypatch.setattr(attempts, "Attempt", Scripted)
+    monkeypatch.setattr(attempts, "Attempt", ScriptedAttempt)
     settings = Restarts(**{"restart_backoff_secs": 0.0, "min_workers": 2, **restarts})
     job = local.LocalJob(("train.py",), Shape(3, num_ps), restarts=settings)
     planned = functools.partial(local.plan, job, range(1, 7))
