@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import secrets
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import namespaces
 import pytest
 
 from tfdist import Cluster, Task, cli
@@ -94,27 +94,14 @@ def test_doctor_without_a_cluster_says_so(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 class Machines:
-    """Namespaces on one bridge, which is in a namespace of its own, at 10.77.0.1, .2, ..."""
+    """Namespaces on one switch, at the addresses 10.78.0.1, .2, ..."""
 
-    def __init__(self, stack: contextlib.ExitStack, count: int) -> None:
-        self._prefix = f"tfdist-{secrets.token_hex(3)}-"
-        self.names = [f"{self._prefix}{number}" for number in range(count + 1)]
-        for name in self.names:
-            _call("ip", "netns", "add", name)
-            stack.callback(_call, "ip", "netns", "delete", name)
-        _call("ip", "-n", self.names[0], "link", "add", "bridge", "type", "bridge")
-        _call("ip", "-n", self.names[0], "link", "set", "bridge", "up")
-        for number, name in enumerate(self.names[1:], start=1):
-            end = f"to{number}"
-            _call(*f"ip -n {name} link add eth type veth peer name {end} netns {self.names[0]}".split())
-            _call(*f"ip -n {self.names[0]} link set {end} master bridge up".split())
-            _call(*f"ip -n {name} address add 10.77.0.{number}/24 dev eth".split())
-            for interface in ("eth", "lo"):
-                _call(*f"ip -n {name} link set {interface} up".split())
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
 
     def on(self, number: int, *command: str) -> list[str]:
         """The command on a machine, from 1."""
-        return ["ip", "netns", "exec", self.names[number], *command]
+        return ["ip", "netns", "exec", self._names[number - 1], *command]
 
     def connects(self, number: int, host: str, port: int, user: int = 0) -> bool:
         """Returns True if a program of this user on this machine can connect."""
@@ -130,19 +117,20 @@ def _call(*command: str, text: str | None = None) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    if os.getuid() != 0 or not shutil.which("ip") or not shutil.which("nft"):
-        pytest.skip("needs root, ip (iproute2) and nft (nftables)")
+    if reason := namespaces.missing() or ("" if shutil.which("nft") else "needs nft (nftables)"):
+        pytest.skip(reason)
     with contextlib.ExitStack() as stack:
         try:
-            found = Machines(stack, 3)
+            names, _ = stack.enter_context(namespaces.joined(3, mbits=1000))
+            found = Machines(names)
             _call(*found.on(1, "nft", "list", "ruleset"))
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this system makes no network namespaces with a firewall: {error.stderr}")
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"this system makes no network namespaces with a firewall: {error}")
         yield found
 
 
 def _job(port: int = 2222) -> dict[int, Cluster]:
-    jobs = {"worker": {0: f"10.77.0.1:{port}", 1: f"10.77.0.2:{port}"}}
+    jobs = {"worker": {0: f"10.78.0.1:{port}", 1: f"10.78.0.2:{port}"}}
     return {number: Cluster(jobs, Task("worker", number - 1)) for number in (1, 2)}
 
 
@@ -164,8 +152,8 @@ def test_who_gets_through_the_rules(machines: Machines):
             server = stack.enter_context(subprocess.Popen(machines.on(1, *listens), stdout=subprocess.PIPE))
             stack.callback(server.kill)
             assert server.stdout and server.stdout.readline()
-        callers = {"task": (2, "10.77.0.1"), "stranger": (3, "10.77.0.1")}
-        local = {"own": (1, "127.0.0.1"), "own by name": (1, "10.77.0.1")}
+        callers = {"task": (2, "10.78.0.1"), "stranger": (3, "10.78.0.1")}
+        local = {"own": (1, "127.0.0.1"), "own by name": (1, "10.78.0.1")}
         before = {name: machines.connects(*at, 2222) for name, at in (callers | local).items()}
         assert before == dict.fromkeys(before, True)
         assert machines.connects(1, "127.0.0.1", 2222, user=65534)
@@ -173,9 +161,9 @@ def test_who_gets_through_the_rules(machines: Machines):
         after = {name: machines.connects(*at, 2222) for name, at in (callers | local).items()}
         assert after == {**before, "stranger": False}
         assert not machines.connects(1, "127.0.0.1", 2222, user=65534)
-        assert not machines.connects(1, "10.77.0.1", 2222, user=65534)
+        assert not machines.connects(1, "10.78.0.1", 2222, user=65534)
         # Other programs' ports are left alone.
-        assert machines.connects(3, "10.77.0.1", 2300)
+        assert machines.connects(3, "10.78.0.1", 2300)
         assert machines.connects(1, "127.0.0.1", 2300, user=65534)
 
 
@@ -217,7 +205,7 @@ def test_a_stranger_is_refused_while_the_job_trains(machines: Machines, tmp_path
         listening = [_listening(machines, number) for number in (1, 2)]
         for number, found in zip((1, 2), listening, strict=True):
             assert "*:2222" in found  # TensorFlow's server, on all interfaces
-            assert not machines.connects(3, f"10.77.0.{number}", 2222)
+            assert not machines.connects(3, f"10.78.0.{number}", 2222)
         # The quorum server, whose callers prove that they know the job's secret.
         (server,) = [each for each in listening[0] if each != "*:2222"]
         assert server.startswith("*:")
