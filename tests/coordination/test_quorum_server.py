@@ -43,8 +43,8 @@ class Job:
         self.lines.append(line)
         self.said.release()
 
-    def join(self, worker: int, secret: bytes = SECRET) -> QuorumClient:
-        return QuorumClient(self.address, worker, self.names, secret)
+    def join(self, worker: int, secret: bytes = SECRET, **options: Any) -> QuorumClient:
+        return QuorumClient(self.address, worker, self.names, secret, **options)
 
     def contribute(self, worker: int, step: int, number: int = 1, examples: int = 4) -> None:
         self.clients[worker].report(Act.WANTED, number, step)
@@ -195,29 +195,18 @@ def test_it_is_said_who_is_waited_for():
 
 def test_an_update_that_nobody_gets_on_with_is_an_error_that_names_them():
     now = [0.0]
-    names = ["worker:0", "worker:1", "worker:2"]
-    policy = tfdist.BackupWorkers(spares=1)
-    policy.begin(3, "test")
-    server = QuorumServer(policy, names, SECRET)
-    server.start()
-    client = QuorumClient(("127.0.0.1", server.port), 0, names, SECRET, clock=lambda: now[0])
-    waits = []
+    with job(0, spares=0) as running:
+        client = running.join(0, clock=lambda: now[0])
+        running.clients.append(client)
+        running.contribute(0, 0)
 
-    def look() -> None:
-        waits.append(client.waited_for())
-        if waits[-1] == "1 of worker:1 (has not come to this step yet), worker:2 (has not come to this step yet)":
-            now[0] += 300.0
+        def look() -> None:
+            if client.waited_for() == "1 of worker:1 (has not come to this step yet)":
+                now[0] += 300.0
 
-    try:
-        client.report(Act.WANTED, 1, 0)
-        client.report(Act.STARTED, 1, 0)
-        client.report(Act.ARRIVED, 1, 0, 4, 0.01)
-        with pytest.raises(TimeoutError, match=r"step 0 waits for 1 of worker:1 .*, worker:2 .*stall_timeout_secs=600"):
+        with pytest.raises(TimeoutError, match=r"step 0 waits for 1 of worker:1 .*stall_timeout_secs=600"):
             client.wait(1, 0, look)
         assert now[0] == 600.0
-    finally:
-        client.close()
-        server.close()
 
 
 # Strangers.
