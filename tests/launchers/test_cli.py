@@ -6,8 +6,6 @@ import importlib
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 from absl import flags
@@ -29,12 +27,6 @@ from tfdist.launchers import command_line
 def test_help_and_version_are_printed_and_code_0(argument, text, capsys):
     assert cli.main(argument.split()) == 0
     assert text in capsys.readouterr().out
-
-
-def test_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "tfdist", "launch", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: tfdist launch PLATFORM")
 
 
 @pytest.mark.parametrize("arguments", [[], ["launch"]])
