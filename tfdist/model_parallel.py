@@ -152,12 +152,9 @@ def bytes_of_layers(layers: Sequence[keras.Layer]) -> list[int]:
     for layer in layers:
         own = {id(weight): weight for weight in layer.weights if id(weight) not in seen}
         seen |= own.keys()
-        sizes.append(sum(_bytes(weight) for weight in own.values()))
+        count_of = lambda weight: tf.TensorShape(weight.shape).num_elements() or 0  # noqa: E731
+        sizes.append(sum(count_of(weight) * tf.as_dtype(weight.dtype).size for weight in own.values()))
     return sizes
-
-
-def _bytes(weight: Any) -> int:
-    return (tf.TensorShape(weight.shape).num_elements() or 0) * tf.as_dtype(weight.dtype).size
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[int]:

@@ -187,7 +187,9 @@ class Program:
         """
         counter: Any = self._counted
         operations = tf.compat.v1.get_default_graph().get_operations()[begin:] if begin else []
-        writes = [each for each in operations if _writes(each) and each.device == counter.device]
+        # Of a variable: they take a resource, and return nothing.
+        there = [each for each in operations if each.device == counter.device and not each.outputs]
+        writes = [each for each in there if any(given.dtype == tf.resource for given in each.inputs)]
         with tf.device(SERVER_DEVICE), tf.control_dependencies(writes):
             # Read at once, and not where the value is used.
             return tf.convert_to_tensor(counter.assign_add(more)) if more else tf.identity(counter.read_value())
@@ -321,11 +323,6 @@ def _facts(batch: Any, optimizer: Any, grads: Sequence[Any]) -> dict[str, Any]:
 
 def _num_operations() -> int:
     return len(tf.compat.v1.get_default_graph().get_operations())
-
-
-def _writes(operation: tf.Operation) -> bool:
-    """Returns True for an operation that writes a variable: it takes a resource, and returns nothing."""
-    return not operation.outputs and any(each.dtype == tf.resource for each in operation.inputs)
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -170,7 +170,8 @@ class Transforms:
             is_finite = gradient_transforms.are_finite(given)
             counts = is_finite if counts is None else tf.logical_and(counts, is_finite)
         begun = _in_unit(given, unit, scale)
-        about = Info(**({"step": lambda: _iterations(optimizer)} | info))
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        about = Info(**({"step": lambda: tf.convert_to_tensor(iterations_of(inner))} | info))
         found = begun
         for number, transform in chosen:
             found = self._applied(number, transform, optimizer, found, of, about, is_only, counts)
@@ -562,10 +563,6 @@ def _specs_of(transform: GradientTransform, variables: Sequence[Any]) -> Any:
 
 def _kind(spec: tf.TensorSpec) -> list[Any]:
     return [list(spec.shape), spec.dtype.name]
-
-
-def _iterations(optimizer: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(iterations_of(getattr(optimizer, "inner_optimizer", optimizer)))
 
 
 def _in_unit(gradients: Sequence[Any], unit: Any, scale: Any) -> list[Any]:

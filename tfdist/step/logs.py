@@ -201,7 +201,9 @@ class Packing:
 
     def pack(self, result: Any) -> list[tf.Tensor]:
         """Packs the tensors of `result`, a structure of tensors, variables and other values."""
-        self._result = tf.nest.map_structure(_read_variable, result)
+        # Of a variable only the value can be sent.
+        read = lambda leaf: tf.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf  # noqa: E731
+        self._result = tf.nest.map_structure(read, result)
         flat = [leaf for leaf in tf.nest.flatten(self._result, expand_composites=True) if tf.is_tensor(leaf)]
         self.dtypes = [tensor.dtype for tensor in flat]
         self._shapes = [tensor.shape for tensor in flat]
@@ -242,8 +244,3 @@ class Packing:
             if tf.is_tensor(leaf):
                 leaves[position] = next(supply)
         return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)
-
-
-def _read_variable(leaf: Any) -> Any:
-    """Reads a variable of Keras or TensorFlow: only its value can be sent."""
-    return tf.convert_to_tensor(leaf) if hasattr(leaf, "assign") else leaf

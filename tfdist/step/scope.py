@@ -72,7 +72,8 @@ def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     for optimizer in optimizers_of(model):
         scope.take_over(strategy, optimizer)
         scope.check_made_in_scope(strategy, optimizer.variables)
-    for variable in [*_of_metrics(model), *_of_losses(model)]:
+    metrics = [*model.metrics, *models.given_metrics(model)]
+    for variable in [*(each for metric in metrics for each in metric.variables), *_of_losses(model)]:
         if not scope.belongs_to(strategy, variable):
             scope.move_variable(strategy, variable)
             _keep_in_first_copy(strategy, variable)
@@ -86,11 +87,6 @@ def _without_scope(call: calls.Call, alone: str) -> str:
         f"model.compile, under `with strategy.scope():`. Received: model {call.model.name!r}, made outside of the "
         f"scope{f' at {line}' if line else ''}"
     )
-
-
-def _of_metrics(model: keras.Model) -> Iterator[Any]:
-    for metric in [*model.metrics, *models.given_metrics(model)]:
-        yield from metric.variables
 
 
 def _of_losses(model: keras.Model) -> Iterator[Any]:

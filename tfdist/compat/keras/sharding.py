@@ -239,15 +239,12 @@ def beside_shards(strategy: Any, first: Any) -> contextlib.AbstractContextManage
 
 
 def _noting_update(original: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    before, _updating.is_elementwise = _updating.is_elementwise, _is_elementwise(optimizer)
+    before = _updating.is_elementwise
+    _updating.is_elementwise = any(type(optimizer).update_step is each.update_step for each in _ELEMENTWISE)
     try:
         return original(optimizer, *args, **kwargs)
     finally:
         _updating.is_elementwise = before
-
-
-def _is_elementwise(optimizer: Any) -> bool:
-    return any(type(optimizer).update_step is each.update_step for each in _ELEMENTWISE)
 
 
 # Looks up rows of a Keras variable in shards on the servers that have them.

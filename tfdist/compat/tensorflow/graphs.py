@@ -211,14 +211,11 @@ def told_briefly(message: str) -> str:
     """
     message = message.partition("\nAdditional GRPC error information")[0]
     lines = message.splitlines()
-    frames = dict.fromkeys(line for line in lines if (found := _FRAME.match(line)) and _is_own(found["file"]))
+    of_files = [(line, found["file"]) for line in lines if (found := _FRAME.match(line))]
+    frames = dict.fromkeys(line for line, file in of_files if not any(part in file for part in _FOREIGN))
     roots = [found["said"] for line in lines if (found := _ROOT_ERROR.match(line))]
     said = roots[:1] or [line for line in lines if not (_FRAME.match(line) or _WAY.match(line))]
     return "\n".join([*(line.strip() for line in said), *frames]) if said else message
-
-
-def _is_own(file: str) -> bool:
-    return not any(part in file for part in _FOREIGN)
 
 
 _READING = re.compile("ReadVariableOp|ResourceGather|VariableShape")
