@@ -31,15 +31,12 @@ def say(*lines: str, write: Callable[[str], object] | None = None) -> None:
             _logger.warning("%s", line, stacklevel=2)
     elif _logger.isEnabledFor(logging.WARNING):
         # One write: lines of several processes and threads mix otherwise.
-        shown = [line for line in lines if _logger.filter(_record(line))]
+        about = _logger.name, logging.WARNING, __file__, 0, "%s"
+        shown = [line for line in lines if _logger.filter(_logger.makeRecord(*about, (line,), None))]
         # Lines of the rendezvous begin with the task instead: "tfdist worker:1: waiting for ...".
         text = "".join(f"{'' if _OF_TASK.match(line) else PREFIX}{line}\n" for line in shown)
         if text:
             (write or _write)(text)
-
-
-def _record(line: str) -> logging.LogRecord:
-    return _logger.makeRecord(_logger.name, logging.WARNING, __file__, 0, "%s", (line,), None)
 
 
 def _write(text: str) -> None:

@@ -154,8 +154,7 @@ class Codec:
         if self.commutes_with_sum:
             return self.decode(transport.sum(message), specs), new
         sums = self.decode(transport.gather(message), specs, transport.senders)
-        # The first value of each sum says it: a gathered NaN is in each value.
-        return sums, keep_if(all_finite([tf.reshape(total, [-1])[:1] for total in sums]), new, state)
+        return sums, keep_if(_heads_are_finite(sums), new, state)
 
     def __repr__(self) -> str:
         given = [
@@ -214,10 +213,10 @@ def keep_if(condition: tf.Tensor, new: State, old: State) -> State:
     return dict(zip(names, chosen, strict=True))
 
 
-def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns True if all values are finite."""
-    checks = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
-    return tf.reduce_all(tf.stack(checks)) if checks else tf.constant(True)
+def _heads_are_finite(sums: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns True if the first value of each sum is finite: a gathered NaN is in each value."""
+    heads = [tf.cast(tf.reshape(total, [-1])[:1], tf.float32) for total in sums]
+    return tf.reduce_all(tf.math.is_finite(tf.concat(heads, 0))) if heads else tf.constant(True)
 
 
 def checked_specs(codec: Codec, specs: Sequence[tf.TensorSpec]) -> list[tf.TensorSpec]:

@@ -88,7 +88,7 @@ class PowerSGD(codec.Codec):
             new[f"residual/{index}"] = tf.reshape(m - tf.matmul(basis, sent, transpose_b=True), shape)
             new[f"query/{index}"] = total / transport.num_workers
         # The same values on all workers, so all keep the old state or none does.
-        state = codec.keep_if(codec.all_finite([*first, *second]), {name: new[name] for name in state}, state)
+        state = codec.keep_if(_all_finite([*first, *second]), {name: new[name] for name in state}, state)
         return [tf.cast(sums[index], spec.dtype) for index, spec in enumerate(specs)], state
 
     def _is_compressed(self, spec: tf.TensorSpec) -> bool:
@@ -114,3 +114,8 @@ def _sum_together(tensors: Sequence[tf.Tensor], transport: codec.Transport) -> l
         return []
     total = transport.sum(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0))
     return codec.split(total, [tf.TensorSpec(tensor.shape, tf.float32) for tensor in tensors])
+
+
+def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    checks = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
+    return tf.reduce_all(tf.stack(checks)) if checks else tf.constant(True)

@@ -119,7 +119,9 @@ def before(
     if not (unbuilt or needs_seeds or any(is_of_a_user(each) for each in found)):
         return None
     # A step that creates nothing is not rehearsed again.
-    rehearsed = _rehearsed(strategy, found)
+    # With the first layer: another model may have the same classes.
+    owner = next((each for each in found if isinstance(each, keras.Layer)), strategy)
+    rehearsed = replicas.facts_of(strategy).rehearsed.setdefault(owner, set())
     code = getattr(inner(function), "__code__", None)
     # An id may be that of another object later.
     key = code, frozenset(map(weakref.ref, unbuilt)), len(found)
@@ -127,12 +129,6 @@ def before(
         return None
     rehearsed.add(key)
     return rehearse(strategy, function, arguments, named, found)
-
-
-def _rehearsed(strategy: tf.distribute.Strategy, found: Sequence[Any]) -> set[Any]:
-    """Returns the record of rehearsals with the first layer of `found`; another model may have the same classes."""
-    owner = next((each for each in found if isinstance(each, keras.Layer)), strategy)
-    return replicas.facts_of(strategy).rehearsed.setdefault(owner, set())
 
 
 def rehearse(

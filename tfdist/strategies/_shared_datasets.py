@@ -100,10 +100,13 @@ def compare(
     if is_handed_out:
         divided_by = f"job_name={', '.join(map(repr, inputs.service_jobs(dataset)))} of the tf.data service"
     is_compared = policy in (_POLICY.OFF, _POLICY.FILE, _POLICY.HINT) or not is_watched
+    # Without shapes: a function of Python's on one worker alone leaves them open.
+    name_of = lambda each: getattr(getattr(each, "dtype", None), "name", str(each))  # noqa: E731
+    structure = tf.nest.map_structure(name_of, dataset.element_spec)
     own = {
         "divided by": divided_by,
         "files written": inputs.files_written(dataset),
-        "spec": {"elements": _structure(dataset), "batches": _length(int(dataset.cardinality()))},
+        "spec": {"elements": str(structure), "batches": _length(int(dataset.cardinality()))},
         "fingerprint": _fingerprint(dataset) if is_compared else None,
     }
     found = _shared_calls.gather_and_compare(agreement, own, "comparing the data sets", is_apart)
@@ -278,12 +281,6 @@ def _are_own(fingerprints: Sequence[str | None]) -> bool:
 
 def _length(count: int) -> str:
     return {tf.data.INFINITE_CARDINALITY: "endless", tf.data.UNKNOWN_CARDINALITY: "unknown"}.get(count, str(count))
-
-
-def _structure(dataset: tf.data.Dataset) -> str:
-    """Returns the structure and dtypes of elements. A function of Python's on one worker alone leaves shapes open."""
-    name_of = lambda each: getattr(getattr(each, "dtype", None), "name", str(each))  # noqa: E731
-    return str(tf.nest.map_structure(name_of, dataset.element_spec))
 
 
 def longest(steps: int, agreement: Agreement, has_policy: bool) -> int:

@@ -225,8 +225,11 @@ class CoordinatedVariable(variables.ServerVariable):
 @contextlib.contextmanager
 def watched(watcher: Callable[[CoordinatedVariable], None]) -> Iterator[None]:
     """Context in which `watcher` is called before each write that this thread traces."""
-    with _in_thread("watchers", (*_thread.watchers, watcher)):
+    before, _thread.watchers = _thread.watchers, (*_thread.watchers, watcher)
+    try:
         yield
+    finally:
+        _thread.watchers = before
 
 
 @contextlib.contextmanager
@@ -237,11 +240,15 @@ def postponed_additions(variables: Sequence[Any]) -> Iterator[None]:
       variables: Keras variables, of which nothing is read in between but to add to them, such as those of metrics.
     """
     values = {id(variable.value): variable.value for variable in variables}
-    postponed = _Postponed([value for value in values.values() if isinstance(value, CoordinatedVariable)])
-    with _in_thread("postponed", postponed):
+    _thread.postponed = postponed = _Postponed(
+        [value for value in values.values() if isinstance(value, CoordinatedVariable)]
+    )
+    try:
         yield
         for variable in postponed.variables:
             postponed.add(variable)
+    finally:
+        _thread.postponed = None
 
 
 class _Postponed:
@@ -277,17 +284,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-@contextlib.contextmanager
-def _in_thread(name: str, value: Any) -> Iterator[None]:
-    """Context in which an attribute of `_thread` has a value."""
-    before = getattr(_thread, name)
-    setattr(_thread, name, value)
-    try:
-        yield
-    finally:
-        setattr(_thread, name, before)
 
 
 def _writing(name: str) -> Callable[..., Any]:
@@ -353,8 +349,11 @@ class ShardRows(NamedTuple):
 @contextlib.contextmanager
 def updating(part: ShardRows) -> Iterator[None]:
     """Context in which variables with the same shards stand for their part, in this thread."""
-    with _in_thread("part", part):
+    before, _thread.part = _thread.part, part
+    try:
         yield
+    finally:
+        _thread.part = before
 
 
 def part_being_updated(sizes: tuple[int, ...]) -> ShardRows | None:

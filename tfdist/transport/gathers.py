@@ -50,7 +50,9 @@ def gather(stock: Callable[[Any], Any], local: Callable[[Any], tuple[Any, ...]],
         return stock(value)
     dtype = first.dtype
     if dtype == tf.string:
-        longest = each(lambda strings: tf.reduce_max(tf.strings.length(strings), keepdims=True), each(_flat, value))
+        # With an empty one, so that there is a longest one.
+        flat = each(lambda strings: tf.concat([tf.reshape(strings, [-1]), [""]], 0), value)
+        longest = each(lambda strings: tf.reduce_max(tf.strings.length(strings), keepdims=True), flat)
         width = tf.maximum(tf.reduce_max(stock(longest)), 1)
         codes = stock(each(lambda strings: _bytes(strings, width), value))
         return tf.strings.reduce_join(tf.gather([b"", *(bytes([code]) for code in range(256))], codes), -1)
@@ -58,11 +60,6 @@ def gather(stock: Callable[[Any], Any], local: Callable[[Any], tuple[Any, ...]],
         return tf.bitcast(stock(each(lambda tensor: tf.bitcast(tensor, _BITS[dtype]), value)), dtype)
     other = tf.float32 if dtype.is_floating else tf.int32
     return tf.cast(stock(each(lambda tensor: tf.cast(tensor, other), value)), dtype)
-
-
-def _flat(strings: tf.Tensor) -> tf.Tensor:
-    # An empty one, so that there is a longest one.
-    return tf.concat([tf.reshape(strings, [-1]), [""]], 0)
 
 
 def _bytes(strings: tf.Tensor, width: tf.Tensor) -> tf.Tensor:

@@ -302,7 +302,9 @@ def _timelines(logs: Iterable[_Log]) -> tuple[Timeline, ...]:
 
 def _timeline(job: str, logs: list[tuple[Header, str, Segment]]) -> Timeline:
     logs.sort(key=lambda each: (each[0].origin_secs + (each[2].updates.time[:1].sum()), each[1]))
-    workers = tuple(sorted({name for header, *_ in logs for name in header.workers}, key=_natural))
+    # "worker:10" comes behind "worker:9".
+    natural = lambda name: re.sub(r"\d+", lambda number: number[0].zfill(12), name)  # noqa: E731
+    workers = tuple(sorted({name for header, *_ in logs for name in header.workers}, key=natural))
     origin = logs[0][0].origin_secs
     whole = Segment.joined([_placed(part, header, workers, header.origin_secs - origin) for header, _, part in logs])
     return Timeline(
@@ -333,8 +335,3 @@ def _placed(part: Segment, header: Header, workers: Sequence[str], shift: float)
         ),
         scalars=part.scalars.replace(scalar_time=part.scalars.scalar_time + shift),
     )
-
-
-def _natural(name: str) -> str:
-    """Sorts "worker:10" behind "worker:9"."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(12), name)
