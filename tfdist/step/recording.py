@@ -242,9 +242,13 @@ def read_since(count: int, variables: Sequence[Any]) -> list[Any]:
         variable
         for variable in variables
         if any(outside is each for outside in captured for each in _handles(variable))
-        # By what reads of a variable of a parameter server copy in this trace.
-        or getattr(getattr(variables.tf_variable(variable), "ahead", None), "name", None) in inputs
+        or getattr(_read_ahead(variable), "name", None) in inputs
     ]
+
+
+def _read_ahead(variable: Any) -> tf.Tensor | None:
+    """Returns the tensor that reads of a variable of a parameter server copy in this trace, if there is one."""
+    return getattr(variables.tf_variable(variable), "ahead", None)
 
 
 def _handles(variable: Any) -> list[Any]:

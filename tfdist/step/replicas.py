@@ -81,7 +81,10 @@ def run_step(
             weights = _Weights(shares, strategy.num_replicas_in_sync, training and _scales_its_loss(step), sums)
             weigh, finish = _before_sum(strategy, weights, batches), _after_sum(strategy, weights, batches)
             last = None
-            if training and _updates_last(strategy, step):
+            is_one_per_worker = replicas.has_other_workers(strategy) and len(strategy.extended.worker_devices) == 1
+            # An update after the step is the same, and saves a reduction: behind `optimizer.apply` Keras' own step
+            # updates the metrics alone. A metric of the user's may read a weight.
+            if training and is_one_per_worker and rehearsal.has_keras_metrics_only(model):
                 # Sparse gradients are summed there.
                 handed_in = times.handing_in(weigh) if times else weigh
                 last = _Update(strategy, model.optimizer, handed_in, None, finish)
@@ -274,15 +277,6 @@ def _scales_its_loss(step: Step) -> bool:
     optimizer = step.model.optimizer
     is_scaling = hasattr(optimizer, "inner_optimizer") and optimizers.optimizers_of(step.model) == [optimizer]
     return step.is_of_keras or is_scaling
-
-
-def _updates_last(strategy: Any, step: Step) -> bool:
-    """Returns True if an update after the step is the same, and saves a reduction over the workers.
-
-    After `optimizer.apply`, Keras' own step updates the metrics only. A metric of the user's may read a weight.
-    """
-    is_one_per_worker = replicas.has_other_workers(strategy) and len(strategy.extended.worker_devices) == 1
-    return is_one_per_worker and rehearsal.has_keras_metrics_only(step.model)
 
 
 def run_prediction(
@@ -555,7 +549,9 @@ def writes_after_inputs(data: Mapping[str, Any]) -> Iterator[None]:
     for operation in graph.get_operations()[made:]:
         needs = {*operation.control_inputs, *(tensor.op for tensor in operation.inputs)}
         is_behind = not behind.isdisjoint(needs)
-        if _writes(operation) and (not is_behind or operation.type in _OF_FUNCTIONS):
+        takes_resource = any(tensor.dtype == tf.resource for tensor in operation.inputs)
+        is_write = takes_resource and operation.type not in _READS
+        if is_write and (not is_behind or operation.type in _OF_FUNCTIONS):
             graphs.wait_for_operation(operation, ready.get(operation.device, first))
             is_behind = True
         if is_behind:
@@ -570,10 +566,6 @@ def _after(device: str, tensors: list[tf.Tensor]) -> tf.Operation:
     # On the device of the waiting operation: a control dependency between two devices costs a message.
     with tf.device(device), tf.control_dependencies(tensors):
         return tf.no_op()
-
-
-def _writes(operation: tf.Operation) -> bool:
-    return operation.type not in _READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
 
 
 # Compares the batch size that a stateful RNN was built with to the size that each replica computes with.

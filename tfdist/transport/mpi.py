@@ -359,9 +359,7 @@ def start(
             if exchange is not None:
                 server = PmiServer(job, index, places, exchange)
                 server.start()
-            # In place of the variables of any MPI launcher.
-            hidden = dict.fromkeys(name for name in os.environ if name.startswith(_OF_LAUNCHERS)) if server else {}
-            with _machine.environment({**hidden, **(server.environment if server else {})}):
+            with _environment(server.environment) if server else contextlib.nullcontext():
                 code = _initialize()
             if code:
                 raise RuntimeError(f"MPI can't be initialized: {(server and server.error) or f'error {code}'}")
@@ -422,6 +420,12 @@ def _ending_if_alone(check: Callable[[], None], timeout_secs: float) -> Iterator
         yield
     finally:
         is_over.set()
+
+
+def _environment(added: Mapping[str, str]) -> contextlib.AbstractContextManager:
+    """Within the block, these variables take the place of those of any MPI launcher."""
+    of_launchers = [name for name in os.environ if name.startswith(_OF_LAUNCHERS)]
+    return _machine.environment({**dict.fromkeys(of_launchers), **added})
 
 
 def _mpi4py() -> Any:
