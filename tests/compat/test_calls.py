@@ -12,10 +12,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.tensorflow import trainer
 from overlapping import in_thread
 
 import tfdist
-from tfdist.compat.keras import calls, functions
+from tfdist.compat.keras import calls, fit, functions
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(120)]
 
@@ -181,3 +182,17 @@ def test_a_function_put_in_place_of_make_train_function_is_known(strategy: Any, 
     monkeypatch.setattr(type(strategy), "function_of", lambda self, model, kind, made: asked.append(kind) or made)
     _model(strategy).fit(X, Y, verbose=0)
     assert asked == ["train"]
+
+
+def test_a_pass_of_a_job_may_have_more_batches_than_the_first():
+    lengths = iter([2, 3, 1])
+    data = tf.data.Dataset.from_generator(lambda: range(next(lengths)), output_signature=tf.TensorSpec([], tf.int64))
+    epochs = trainer.TFEpochIterator(tf.distribute.get_strategy(), data.batch(1))
+    fit.take_any_length(epochs)
+    counts = [0, 0, 0]
+    for number in range(3):
+        with pytest.warns(UserWarning, match="ran out of data"), epochs.catch_stop_iteration():
+            for _, _, batches in epochs:
+                next(batches)
+                counts[number] += 1
+    assert counts == [2, 3, 1]

@@ -546,11 +546,11 @@ def _look_behind(values: flags.FlagValues, command: Sequence[str]) -> None:
 def describe(values: flags.FlagValues) -> str:
     """Returns the flags with their defaults and help, one line each."""
     names = [name for name in values if len(name) > 1]
-    shown = {
-        name: f"--{'[no]' * (flag.default is True)}{name}" if flag.boolean else f"--{name}={_default(flag)}"
-        for name in names
-        for flag in [values[name]]
-    }
+    shown = dict[str, str]()
+    for name in names:
+        flag = values[name]
+        default = "" if flag.default in (None, []) else flag.default_as_str.strip("'")
+        shown[name] = f"--{'[no]' * (flag.default is True)}{name}" if flag.boolean else f"--{name}={default}"
     width = max(map(len, shown.values()))
     return "".join(f"  {shown[name]:{width}}  {help_text(values[name])}\n" for name in names)
 
@@ -560,7 +560,3 @@ def help_text(flag: flags.Flag) -> str:
     text = " ".join(str(flag.help).split()).removesuffix("; repeat this option to specify a list of values")
     is_said = "may be repeated" in text or "once for each" in text
     return f"{text}; may be repeated" if isinstance(flag, flags.MultiFlag) and not is_said else text
-
-
-def _default(flag: flags.Flag) -> str:
-    return "" if flag.default in (None, []) else flag.default_as_str.strip("'")

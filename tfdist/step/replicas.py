@@ -537,7 +537,8 @@ def writes_after_inputs(data: Mapping[str, Any]) -> Iterator[None]:
       data: the step's input on each device, by the device's name: structures of the graph's tensors and composites, in
         which anything else is ignored.
     """
-    leaves = {device: _tensors(given) for device, given in data.items()}
+    flat = {device: tf.nest.flatten(given, expand_composites=True) for device, given in data.items()}
+    leaves = {device: [leaf for leaf in found if tf.is_symbolic_tensor(leaf)] for device, found in flat.items()}
     if tf.executing_eagerly() or not any(leaves.values()):
         yield
         return
@@ -556,10 +557,6 @@ def writes_after_inputs(data: Mapping[str, Any]) -> Iterator[None]:
             is_behind = True
         if is_behind:
             behind.add(operation)
-
-
-def _tensors(given: Any) -> list[tf.Tensor]:
-    return [leaf for leaf in tf.nest.flatten(given, expand_composites=True) if tf.is_symbolic_tensor(leaf)]
 
 
 def _after(device: str, tensors: list[tf.Tensor]) -> tf.Operation:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -73,7 +73,9 @@ def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
         scope.take_over(strategy, optimizer)
         scope.check_made_in_scope(strategy, optimizer.variables)
     metrics = [*model.metrics, *models.given_metrics(model)]
-    for variable in [*(each for metric in metrics for each in metric.variables), *_of_losses(model)]:
+    losses = [vars(each).values() for each in tf.nest.flatten(model.loss) if isinstance(each, keras.losses.Loss)]
+    of_losses = [value for values in losses for value in values if isinstance(value, keras.Variable)]
+    for variable in [*(each for metric in metrics for each in metric.variables), *of_losses]:
         if not scope.belongs_to(strategy, variable):
             scope.move_variable(strategy, variable)
             _keep_in_first_copy(strategy, variable)
@@ -87,12 +89,6 @@ def _without_scope(call: calls.Call, alone: str) -> str:
         f"model.compile, under `with strategy.scope():`. Received: model {call.model.name!r}, made outside of the "
         f"scope{f' at {line}' if line else ''}"
     )
-
-
-def _of_losses(model: keras.Model) -> Iterator[Any]:
-    for loss in tf.nest.flatten(model.loss):
-        if isinstance(loss, keras.losses.Loss):
-            yield from (value for value in vars(loss).values() if isinstance(value, keras.Variable))
 
 
 def _keep_in_first_copy(strategy: tf.distribute.Strategy, variable: Any) -> None:

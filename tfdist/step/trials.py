@@ -34,7 +34,7 @@ from tfdist.step.step import Step
 _DRAWS = 4
 _RANDOM = re.compile("(Stateless)?(Parameterized)?(Random|Truncated|Multinomial)")
 # Random layers, and penalties of weights, move the ratio away from 1 and 2.
-_MOST_OF_A_MEAN, _FROM_A_SUM, _OF_PENALTIES = 1.3, 0.1, 1e-3
+_MOST_OF_A_MEAN, _FROM_A_SUM = 1.3, 0.1
 _ANSWERS = "sums in steps"
 
 
@@ -112,11 +112,6 @@ def _tried(
             sums[kind].add(key)
         if kind == "optimizer" and _MOST_OF_A_MEAN < ratio < np.inf:
             is_what = "a sum over the examples, so those of the replicas are added up"
-            if draws == 1 and abs(ratio - 2) > _OF_PENALTIES:
-                is_what += (
-                    ", and with them what is no sum, such as a penalty of weights: it counts once for each replica; "
-                    "take the mean of the losses, as tf.reduce_mean does"
-                )
             neither = "neither a mean nor a sum; divide it by the number of examples, as tf.reduce_mean does"
             _log.say(
                 f"{step.name}: its gradient is {is_what if is_sum else neither}. Received: a gradient {ratio:.3g} "

@@ -61,6 +61,9 @@ def is_handed_out(dataset: tf.data.Dataset) -> bool:
             "tf.data.experimental.service.distribute. Each batch then goes to one worker, which trains on all of it. "
             "Received: job_name=None under several workers"
         )
+    if jobs and calls.epochs_being_made() is not None:
+        # A worker has another number of batches in each pass.
+        fit.take_any_length(calls.epochs_being_made())
     return bool(jobs)
 
 

@@ -140,6 +140,16 @@ class EpochIterator:
         patching.put_method(self._iterator, "_enumerate_iterator", _rest_of_epoch, step, batches, begin)
 
 
+def take_any_length(epochs: Any) -> None:
+    """Makes each pass of Keras' epoch iterator end with its data: one may have more batches than the first."""
+    patching.put_method(epochs, "_enumerate_iterator", _without_length)
+
+
+def _without_length(epochs: Any) -> Iterator[tuple[int, int, Any]]:
+    epochs._num_batches = None
+    return type(epochs)._enumerate_iterator(epochs)
+
+
 def _length(epochs: Any) -> int | None:
     """The number of steps of an epoch, if it is known."""
     return epochs.steps_per_epoch or epochs._num_batches
