@@ -152,8 +152,8 @@ def bytes_of_layers(layers: Sequence[keras.Layer]) -> list[int]:
     for layer in layers:
         own = {id(weight): weight for weight in layer.weights if id(weight) not in seen}
         seen |= own.keys()
-        count_of = lambda weight: tf.TensorShape(weight.shape).num_elements() or 0  # noqa: E731
-        sizes.append(sum(count_of(weight) * tf.as_dtype(weight.dtype).size for weight in own.values()))
+        counts = [(tf.TensorShape(weight.shape).num_elements() or 0, weight.dtype) for weight in own.values()]
+        sizes.append(sum(count * tf.as_dtype(dtype).size for count, dtype in counts))
     return sizes
 
 

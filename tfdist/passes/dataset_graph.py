@@ -62,21 +62,15 @@ class DatasetGraph:
         Or that is cached, and of which a part is taken: in a split by `take` and `skip` no example is in both parts.
         """
         constants = {node.name: node for node in self._graph.node if node.op == "Const"}
-        drawn, cached = set[str](), set[str]()  # Each operation comes after those that it reads.
-        for node in self._graph.node:
-            read = {name.split(":")[0] for name in node.input}
-            is_kept = not cached.isdisjoint(read)
-            if is_kept and node.op in ("TakeDataset", "SkipDataset", "ShardDataset"):
-                return True
-            if node.op.startswith("Shuffle") and (seeds := _seeds(node, constants)) and not any(map(_value, seeds)):
-                if not node.attr["reshuffle_each_iteration"].b:
-                    return True
-                drawn.add(node.name)
-            elif not drawn.isdisjoint(read):
-                drawn.add(node.name)
-                is_kept = is_kept or node.op.startswith("CacheDataset")
-            cached |= {node.name} if is_kept else set()
-        return False
+        shuffles = [node for node in self._graph.node if node.op.startswith("Shuffle")]
+        drawn = [node for node in shuffles if (seeds := _seeds(node, constants)) and not any(map(_value, seeds))]
+        if not all(node.attr["reshuffle_each_iteration"].b for node in drawn):
+            return True
+        names, sources = {node.name for node in drawn}, self._sources()
+        caches = [node.name for node in self._graph.node if node.op.startswith("CacheDataset")]
+        cached = {name for name in caches if not names.isdisjoint(sources[name])}
+        parts = [node.name for node in self._graph.node if node.op in ("TakeDataset", "SkipDataset", "ShardDataset")]
+        return any(not cached.isdisjoint(sources[name]) for name in parts)
 
     @property
     def is_generated(self) -> bool:
@@ -103,16 +97,22 @@ class DatasetGraph:
         """True if it caches, and what `rebuilder` reads to fill the cache draws no order, or some that are cached."""
         is_alone = self._filled().op.startswith("CacheDataset")
         cached = {node.op for function in self._graph.library.function for node in function.node_def}
-        sources: dict[str, set[str]] = {}  # Each operation comes after those that it reads.
-        for node in self._graph.node:
-            sources[node.name] = {node.op}.union(*(sources[name.split(":")[0]] for name in node.input))
-            cached |= sources[node.name] if node.op.startswith("CacheDataset") else set()
+        operations, sources = {node.name: node.op for node in self._graph.node}, self._sources()
+        for name, operation in operations.items():
+            cached |= {operations[each] for each in sources[name]} if operation.startswith("CacheDataset") else set()
         return self.caches and (is_alone or not self.shuffles or not cached.isdisjoint(_SEED_INPUTS))
 
     @property
     def shuffles(self) -> bool:
         """True if each iterator over the data set draws an order, or numbers, that depend on those before."""
         return any(node.op in _SEED_INPUTS for nodes in self._bodies() for node in nodes)
+
+    def _sources(self) -> dict[str, set[str]]:
+        """Returns, for each operation by its name, itself and all that it is computed from."""
+        found: dict[str, set[str]] = {}
+        for node in self._graph.node:  # Each comes after those that it reads.
+            found[node.name] = {node.name}.union(*(found[name.split(":")[0]] for name in node.input))
+        return found
 
     def _filled(self) -> Any:
         """Returns the last operation that need not be read to its end when the data set is."""

@@ -86,12 +86,12 @@ class WorkerDataset(DistributedDataset):
         """True if only the chief can read the data set: it calls Python of this process, or has an order of its own."""
         if self._graph.lives_in_python:
             return True
-        if self._graph.keeps_own_order:
+        if is_kept := self._graph.keeps_own_order:
             _log.say(
                 "dataset: its shuffle has no seed, and is not done again for each pass, so that only the chief has its "
                 "order, and reads these data for all workers; with a seed, shuffle(..., seed=1), they read their shares"
             )
-        return self._graph.keeps_own_order
+        return is_kept
 
     @property
     def _original_dataset(self) -> tf.data.Dataset:

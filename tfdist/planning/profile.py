@@ -25,9 +25,11 @@ _MOST_SPREAD = 10.0
 _AGAIN = "write one with tfdist profile SCRIPT"
 
 
-_are_secs = lambda value: all(_checks.is_number(each) and each > 0 for each in value)  # noqa: E731
 # Seconds of single steps.
-Secs = Annotated[tuple[float, ...], must("be numbers above 0", _are_secs)]
+Secs = Annotated[
+    tuple[float, ...],
+    must("be numbers above 0", lambda value: all(_checks.is_number(each) and each > 0 for each in value)),
+]
 
 
 @dataclasses.dataclass(frozen=True)

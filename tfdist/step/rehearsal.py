@@ -203,6 +203,7 @@ def _spec(leaf: Any) -> Any:
 
 
 _KERAS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
+_IN_LAYERS = (*_KERAS, list, tuple, dict, types.SimpleNamespace)
 # Libraries whose objects hold none of a user's.
 _LIBRARIES = ("tensorflow", "keras", "tfdist", "numpy", "builtins", "collections", "threading", "pathlib", "weakref")
 _MAX_OBJECTS = 3000
@@ -329,11 +330,7 @@ def _within(each: Any) -> Iterator[Any]:
         yield getattr(each, "__self__", None)
         yield from (*each.args, *each.keywords.values()) if isinstance(each, functools.partial) else ()
     elif isinstance(each, keras.Layer):
-        yield from (
-            value
-            for value in vars(each).values()
-            if isinstance(value, (*_KERAS, list, tuple, dict, types.SimpleNamespace))
-        )
+        yield from (value for value in vars(each).values() if isinstance(value, _IN_LAYERS))
     elif not _is_of_a_library(type(each).__module__):
         yield from list(getattr(each, "__dict__", {}).values())[:_MAX_ITEMS]
 

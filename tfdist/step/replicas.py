@@ -551,8 +551,7 @@ def writes_after_inputs(data: Mapping[str, Any]) -> Iterator[None]:
         needs = {*operation.control_inputs, *(tensor.op for tensor in operation.inputs)}
         is_behind = not behind.isdisjoint(needs)
         takes_resource = any(tensor.dtype == tf.resource for tensor in operation.inputs)
-        is_write = takes_resource and operation.type not in _READS
-        if is_write and (not is_behind or operation.type in _OF_FUNCTIONS):
+        if takes_resource and operation.type not in _READS and (not is_behind or operation.type in _OF_FUNCTIONS):
             graphs.wait_for_operation(operation, ready.get(operation.device, first))
             is_behind = True
         if is_behind:

@@ -47,8 +47,10 @@ from tfdist.strategies.distribution import Closing
 from tfdist.telemetry.report import Report
 
 
-def is_handed_out(dataset: tf.data.Dataset) -> bool:
+def accept_handed_out(dataset: tf.data.Dataset) -> bool:
     """Returns True if a job of the tf.data service gives each batch of a data set to one of several workers.
+
+    Keras then takes each pass to its end, as a worker has another number of batches in each.
 
     Raises:
       ValueError: it is no job that all workers share, so it can't be known which worker has which batches.
@@ -62,7 +64,6 @@ def is_handed_out(dataset: tf.data.Dataset) -> bool:
             "Received: job_name=None under several workers"
         )
     if jobs and calls.epochs_being_made() is not None:
-        # A worker has another number of batches in each pass.
         fit.take_any_length(calls.epochs_being_made())
     return bool(jobs)
 

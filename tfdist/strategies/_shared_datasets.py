@@ -90,7 +90,8 @@ def compare(
     """
     if agreement is None:
         return Division.DEALT
-    policy, is_handed_out = dataset.options().experimental_distribute.auto_shard_policy, _common.is_handed_out(dataset)
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    is_handed_out = _common.accept_handed_out(dataset)
     if policy == _POLICY.HINT and not DatasetGraph(dataset).has_shard_hints:
         raise ValueError(
             "dataset: with AutoShardPolicy.HINT and without dataset.shard(tf.data.experimental.SHARD_HINT, "

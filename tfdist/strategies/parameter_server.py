@@ -342,7 +342,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         trains = call is not None and call.trains
         replicas.check_fixed_sizes(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
         if trains and self._num_workers > 1:
-            _common.is_handed_out(dataset)
+            _common.accept_handed_out(dataset)
             _common.check_files(dict.fromkeys(self.distribution.recorder.names, inputs.files_written(dataset)))
         own = inputs.untuned(inputs.sized(dataset, caller), caller)
         # Keras makes another data set of arrays for each call: kept with it, they would wait for the garbage collector.
