@@ -67,7 +67,9 @@ class Team:
         self._ports = PortReservation(len(Shape(num_workers, num_ps).members) if num_workers else 0)
         self._expected = max(1, num_workers if not num_ps else 1)
         script = _SCRIPT if checkout is None else checkout.resolve() / "benchmarks" / _SCRIPT.name
-        path = {"PYTHONPATH": str(script.parent.parent)}
+        # A rival may be in a folder of its own.
+        folders = [str(script.parent.parent), os.environ.get("PYTHONPATH")]
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
         arguments = (str(script), f"--contender={contender}", f"--size={size}", f"--address={self._listener.address}")
         cores = itertools.cycle(sorted(os.sched_getaffinity(0)) if own_cores else [None])
         tasks = _tasks(arguments, num_workers, num_ps, self._ports.ports)

@@ -160,6 +160,8 @@ def test_the_first_to_end_is_told_first(supervisor):
     assert (ended.name, ended.returncode) == ("quick", 5)
     assert [process.name for process in supervisor.running] == ["slow"]
     assert supervisor.wait_first_exit(0.01) is None
+    supervisor.start("third", python("")).wait(30)
+    assert supervisor.wait_first_exit(0).name == "third"
 
 
 def test_stop_is_polite_first_and_may_be_called_again(supervisor):

@@ -400,11 +400,13 @@ class Supervisor:
         More of its output may still arrive; `Process.wait` waits for all of it.
         """
         limit = time.monotonic() + (math.inf if timeout_secs is None else timeout_secs)
-        while (left := limit - time.monotonic()) > 0:
+        while True:
+            left = max(0.0, limit - time.monotonic())
             # A signal that another thread has taken, as after a stop, is handled between two waits.
             with contextlib.suppress(queue.Empty):
                 return self._exits.get(timeout=min(left, 1.0))
-        return None
+            if not left:
+                return None
 
     def wake(self) -> None:
         """Makes `wait_first_exit` return None. May be called from a signal handler."""
