@@ -153,6 +153,8 @@ def _multi_worker_independent() -> Loop:
     import tensorflow as tf
 
     _tfdist()
+    # As a launched worker has it: what the allocator saves is not the cost of distribution.
+    os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
     tf.config.threading.set_intra_op_parallelism_threads(1)
     return _one_device()
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPUs, memory and environment of this process, and settings of glibc's `malloc`. No TensorFlow import.
+"""CPUs, memory and environment of this process, and settings of its allocators. No TensorFlow import.
 
 TensorFlow allocates the tensors of a step with the C library's `malloc`, and frees them in the same step. glibc returns
 large blocks to the kernel at once. The next step gets them again, page by page and zeroed. With 25 million parameters
 that is 400 MB, and 100,000 page faults, in each step of `MultiWorkerMirroredStrategy`.
 
 With these settings a process stays about as large as its peak, or larger, because each arena of glibc keeps its own
-peak. Blocks beyond 64 MiB are kept for the main thread alone. The threads of gRPC allocate large tensors, too. So the
-number of arenas can be limited to the number of CPUs; glibc's default is eight times as many.
+peak. Blocks beyond 64 MiB are kept for the main thread alone: those of tensors come from TensorFlow's own allocator,
+that of hosts of GPUs, which all threads share. The threads of gRPC allocate large messages, too. So the number of
+arenas can be limited to the number of CPUs; glibc's default is eight times as many.
 
 Settings in the environment (the MALLOC_ variables of mallopt(3), or GLIBC_TUNABLES) take precedence: with one of them
 nothing is changed here.
@@ -29,6 +30,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 # Blocks of at least this size, such as a data set in memory, return to the kernel when they are freed. Before 2.35
 # glibc accepts no more than half the size of a thread's heap.
 _MMAP_THRESHOLDS = (1 << 30, 32 << 20)
+# Read by TensorFlow when it makes its devices (`ProcessState::GetCPUAllocator`). The limit would be 64 GB.
+_TENSORFLOW, _TENSORFLOW_MB = "TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB"
 # As large as the heap of a thread, so that a heap without any used block is kept.
 _TOP_PAD = 64 << 20
 
@@ -72,9 +75,14 @@ def busy_secs() -> float | None:
 
 
 def keep_if_launched(few_arenas: bool) -> None:
-    """Calls `keep_freed_memory` in a process that a launcher of tfdist has started, which only trains."""
-    if os.environ.get(_LAUNCHER):
-        keep_freed_memory(few_arenas)
+    """Calls `keep_freed_memory` in a process that a launcher of tfdist has started, which only trains.
+
+    Its tensors are of TensorFlow's allocator then, unless there are devices already. Parameter servers, whose tensors
+    stay, have no use for it: it asks for blocks of twice the size.
+    """
+    if os.environ.get(_LAUNCHER) and keep_freed_memory(few_arenas):
+        os.environ.setdefault(_TENSORFLOW, "true")
+        os.environ.setdefault(_TENSORFLOW_MB, str(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20))
 
 
 def keep_freed_memory(few_arenas: bool = True) -> bool:

@@ -38,9 +38,8 @@ print(json.dumps([done, small, large]))
 
 def _output(program: str, *arguments: str, **environment: str) -> str:
     """Returns the output of a Python program, in an environment with no other settings of malloc than these."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
-    }
+    settings = ("MALLOC_", "GLIBC_TUNABLES", "TF_CPU_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(
         command, env=inherited | environment, capture_output=True, check=True, timeout=60, text=True
@@ -97,6 +96,13 @@ def test_threads_share_few_arenas_where_that_is_wanted(few):
     count, report = _output(_ARENAS, few).split("\n", 1)
     arenas = report.count("<heap nr=")
     assert arenas <= int(count) if few == "few" else arenas > int(count)
+
+
+@pytest.mark.devices
+def test_tensors_of_launched_processes_are_of_an_allocator_that_keeps_them():
+    program = "import tensorflow as tf, tfdist; tfdist.MultiWorkerMirroredStrategy(); given = tf.ones([1000]); "
+    program += "print(tf.config.experimental.get_memory_info('CPU:0')['peak'])"  # TensorFlow has none of `malloc`.
+    assert int(_output(program, TFDIST_LAUNCHER="local")) >= 4000
 
 
 @pytest.mark.devices

@@ -94,6 +94,8 @@ def test_call_that_is_the_same_is_compared_once(monkeypatch: pytest.MonkeyPatch)
 def test_value_of_a_variable_is_of_few_numbers():
     table = keras.Variable(np.arange(2_000_000.0).reshape(-1, 2), dtype="float32")
     assert _shared_calls._value(table.value) == pytest.approx([0, 666667, 1333332, 1999999], rel=1e-5)
+    reads = [tf.raw_ops.ReadVariableOp(resource=table.value.handle, dtype=tf.float32) for _ in range(2)]
+    assert np.shares_memory(*map(np.frombuffer, reads))
     assert _shared_calls._value(keras.Variable(np.zeros((0, 3))).value) == []
     assert _shared_calls._value(keras.Variable(3.0).value) == [3.0]
 

@@ -117,6 +117,8 @@ def _value(copy: tf.Variable) -> list[float]:
         return []
     # Rows are gathered, as a whole table might be copied when it is read.
     numbers = np.ravel(tf.gather(copy, _some(int(copy.shape[0]))) if copy.shape.rank else copy)
+    # After a gather each read of a step would copy the variable.
+    tf.raw_ops.DisableCopyOnRead(resource=copy.handle)
     return [float(f"{number:.6g}") for number in numbers[_some(len(numbers))].astype(np.float64)]
 
 
