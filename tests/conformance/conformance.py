@@ -263,27 +263,17 @@ class Conformance(Numbers):
 
     # Errors.
 
-    def test_exception_in_the_model_keeps_its_message(self, strategy: Any) -> None:
-        class Failing(OwnStep):
-            def call(self, x):
-                raise LookupError("my own words")
+    @pytest.mark.parametrize(("method", "kind"), [("call", Exception), ("train_step", LookupError)])
+    def test_exception_in_the_step_keeps_its_type(self, strategy: Any, method: str, kind: type[Exception]) -> None:
+        def failing(model: Any, given: Any) -> None:
+            raise LookupError("my own words")
 
         with strategy.scope():
-            model = Failing()
+            model = type("Failing", (OwnStep,), {method: failing})()
+            if method == "train_step":
+                model.build((None, 3))
             model.compile("sgd", "mse")
-        with pytest.raises(Exception, match="my own words"):
-            model.fit(X, Y, verbose=0)
-
-    def test_exception_in_the_step_keeps_its_type(self, strategy: Any) -> None:
-        class Wrong(OwnStep):
-            def train_step(self, data):
-                raise LookupError("my own words")
-
-        with strategy.scope():
-            model = Wrong()
-            model.build((None, 3))
-            model.compile("sgd", "mse")
-        with pytest.raises(LookupError, match="my own words"):
+        with pytest.raises(kind, match="my own words"):
             model.fit(X, Y, verbose=0)
 
     def test_error_of_an_operation_is_raised_and_the_next_fit_is_clean(self, strategy: Any) -> None:

@@ -36,20 +36,20 @@ class Own(keras.Model):
 
 
 class Listed(Own):
-    """Has an optimizer for each layer, one in a list and one in an object of its own."""
+    """Has an optimizer for each layer, one in a list and one of a model in an object of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.each, self.other = [keras.optimizers.SGD(0.1)], types.SimpleNamespace(second=keras.optimizers.SGD(0.2))
+        self.each, self.other = [keras.optimizers.SGD(0.1)], types.SimpleNamespace(second=keras.Sequential())
+        self.other.second.compile(keras.optimizers.SGD(0.2), "mse")
 
     def train_step(self, data):
         x, y = data
         weights = [self.first.trainable_variables, self.second.trainable_variables]
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((self(x) - y) ** 2)
-        for optimizer, gradients, of in zip(
-            [*self.each, self.other.second], tape.gradient(loss, weights), weights, strict=True
-        ):
+        optimizers = [*self.each, self.other.second.optimizer]
+        for optimizer, gradients, of in zip(optimizers, tape.gradient(loss, weights), weights, strict=True):
             optimizer.apply(gradients, of)
         return {"loss": loss}
 

@@ -308,7 +308,7 @@ def _kind_of_number(call: Callable[..., Any], *given: Any) -> str:
                     return float(call(*map(tf.constant, joined(*batches))))
 
             kinds = {_kind_by(value, first, second)}
-            for mark in _MARKS:
+            for mark in _MARKS if "other" not in kinds else ():
                 # In another part of each: what they are divided by must differ.
                 marked = (_marked(each, mark, every) for each, every in ((first, 2), (second, 4)))
                 with contextlib.suppress(Exception):  # of a label that is none for this function
@@ -323,14 +323,14 @@ def _kind_of_number(call: Callable[..., Any], *given: Any) -> str:
 
 
 # Labels that losses leave out, or count apart.
-_MARKS = (0, 1, -1, 255, np.nan)
+_MARKS = (0, 1, -1, -100, 255, np.nan)
 
 
 def _marked(batch: Sequence[np.ndarray], mark: float, every: int) -> list[np.ndarray]:
-    """Returns a flat batch with this label in some places of its first tensor; raises if it can't hold it."""
+    """Returns a flat batch whose first tensor has only this label in some rows; raises if it can't hold it."""
     labels, *others = batch
     labels = labels.copy()
-    labels.flat[::every] = mark
+    labels[::every] = mark
     return [labels, *others]
 
 

@@ -8,6 +8,7 @@ replica, into a graph that is discarded (`compat.keras.models`).
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -203,11 +204,10 @@ def _spec(leaf: Any) -> Any:
 
 
 _KERAS = (keras.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
-_IN_LAYERS = (*_KERAS, list, tuple, dict, types.SimpleNamespace)
+_IN_LAYERS = (*_KERAS, list, tuple, dict)
 # Libraries whose objects hold none of a user's.
 _LIBRARIES = ("tensorflow", "keras", "tfdist", "numpy", "builtins", "collections", "threading", "pathlib", "weakref")
 _MAX_OBJECTS = 3000
-_OPTIMIZERS = "optimizers of a step"
 _MAX_ITEMS = 200
 
 
@@ -223,20 +223,22 @@ def used_by(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     return [each for each in seen.values() if isinstance(each, _KERAS)]
 
 
-def note_optimizers(model: keras.Model) -> None:
+def note_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Makes the optimizers of a train step that are no attributes of the model, such as globals, a list in one.
 
-    So `optimizers_of` finds them. Those that other models were compiled with are theirs.
+    So `optimizers_of` finds them. Those that models of no strategy were compiled with are theirs.
     """
-    kept = models.kept_until_compiled(model)
-    if not is_overridden(model, "train_step") or _OPTIMIZERS in kept:
+    if not is_overridden(model, "train_step"):
         return
     kinds = [kind for kind in type(model).__mro__ if not _is_of_a_library(kind.__module__)]
     methods = [each for kind in kinds for each in vars(kind).values() if isinstance(each, types.FunctionType)]
     found = used_by(model.train_step, *methods)
-    theirs = [getattr(each, "optimizer", None) for each in found if isinstance(each, keras.Model)]
-    own = [each for each in found if isinstance(each, keras.optimizers.Optimizer) and id(each) not in map(id, theirs)]
-    kept[_OPTIMIZERS] = True
+    theirs = [id(getattr(each, "optimizer", None)) for each in found if isinstance(each, keras.Model)]
+
+    def is_own(optimizer: Any) -> bool:
+        return id(optimizer) not in theirs or all(scope.belongs_to(strategy, each) for each in optimizer.variables)
+
+    own = [each for each in found if isinstance(each, keras.optimizers.Optimizer) and is_own(each)]
     patching.put(model, "_tfdist_optimizers", own)
 
 
@@ -330,7 +332,9 @@ def _within(each: Any) -> Iterator[Any]:
         yield getattr(each, "__self__", None)
         yield from (*each.args, *each.keywords.values()) if isinstance(each, functools.partial) else ()
     elif isinstance(each, keras.Layer):
-        yield from (value for value in vars(each).values() if isinstance(value, _IN_LAYERS))
+        for value in vars(each).values():
+            if isinstance(value, _IN_LAYERS) or not _is_of_a_library(type(value).__module__):
+                yield value
     elif not _is_of_a_library(type(each).__module__):
         yield from list(getattr(each, "__dict__", {}).values())[:_MAX_ITEMS]
 
@@ -345,7 +349,9 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
         return
     yield from enclosed
     yield from function.__defaults__ or ()
-    names = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
+    # Not names of attributes, which globals may have, too.
+    read = [each for code in _codes(function.__code__) for each in dis.get_instructions(code)]
+    names = dict.fromkeys(each.argval for each in read if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     yield from (function.__globals__[name] for name in names if name in function.__globals__)
 
 

@@ -68,7 +68,7 @@ def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     Raises:
       ValueError: an optimizer was built outside of the scope.
     """
-    rehearsal.note_optimizers(model)
+    rehearsal.note_optimizers(strategy, model)
     for optimizer in optimizers_of(model):
         scope.take_over(strategy, optimizer)
         scope.check_made_in_scope(strategy, optimizer.variables)
