@@ -44,6 +44,11 @@ def test_links_are_followed_and_what_is_no_file_is_written_at_once(tmp_path: pat
     os.close(writer)
     assert os.read(reader, 2) == b"y"
     os.close(reader)
+    os.mkfifo(tmp_path / "pipe")
+    _files.check_writable(tmp_path / "pipe", "--json")
+    with (tmp_path / "real").open("ab") as file:
+        _files.write(f"/dev/fd/{file.fileno()}", "z")
+    assert (tmp_path / "real").read_text() == "xz"
 
 
 @pytest.mark.parametrize(("permissions", "expected"), [(None, 0o640), (0o644, 0o644)])

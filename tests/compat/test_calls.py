@@ -184,11 +184,14 @@ def test_a_function_put_in_place_of_make_train_function_is_known(strategy: Any, 
     assert asked == ["train"]
 
 
-def test_a_pass_of_a_job_may_have_more_batches_than_the_first():
+@pytest.mark.parametrize("begun", [0, 1])
+def test_a_pass_of_a_job_may_have_more_batches_than_the_first(begun: int):
     lengths = iter([2, 3, 1])
     data = tf.data.Dataset.from_generator(lambda: range(next(lengths)), output_signature=tf.TensorSpec([], tf.int64))
     epochs = trainer.TFEpochIterator(tf.distribute.get_strategy(), data.batch(1))
     fit.take_any_length(epochs)
+    if begun:
+        fit.EpochIterator(epochs).begin_within_epoch(begun, begun, lambda: None)
     counts = [0, 0, 0]
     for number in range(3):
         with pytest.warns(UserWarning, match="ran out of data"), epochs.catch_stop_iteration():

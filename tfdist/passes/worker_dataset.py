@@ -86,7 +86,7 @@ class WorkerDataset(DistributedDataset):
         """True if only the chief can read the data set: it calls Python of this process, or has an order of its own."""
         if self._graph.lives_in_python:
             return True
-        if is_kept := self._graph.keeps_own_order:
+        if is_kept := self._sharding != "given" and self._graph.keeps_own_order:
             _log.say(
                 "dataset: its shuffle has no seed, and is not done again for each pass, so that only the chief has its "
                 "order, and reads these data for all workers; with a seed, shuffle(..., seed=1), they read their shares"
@@ -112,6 +112,7 @@ class WorkerDataset(DistributedDataset):
     def after(self, passes: int, batches: int) -> WorkerDataset:
         """Returns the rest of a pass, shared among the workers; see `progress.Restart.after`."""
         rest = WorkerDataset(self._engine, self.own.skip(batches), self._sharding, self._num_parts)
+        rest.lives_in_python = self.lives_in_python  # `skip` takes no part of what a cache keeps in order.
         return self._gone_on_with(rest, passes, batches)
 
     def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:

@@ -137,7 +137,8 @@ class EpochIterator:
           batches: the batches that were taken for them, and before with `steps_per_epoch`.
           begin: called when the epoch begins, before its data are read.
         """
-        patching.put_method(self._iterator, "_enumerate_iterator", _rest_of_epoch, step, batches, begin)
+        before = patching.get(self._iterator, "_enumerate_iterator")
+        patching.put_method(self._iterator, "_enumerate_iterator", _rest_of_epoch, step, batches, begin, before)
 
 
 def take_any_length(epochs: Any) -> None:
@@ -155,9 +156,14 @@ def _length(epochs: Any) -> int | None:
     return epochs.steps_per_epoch or epochs._num_batches
 
 
-def _rest_of_epoch(epochs: Any, step: int, batches: int, begin: Callable[[], None]) -> Iterator[tuple[int, int, Any]]:
+def _rest_of_epoch(
+    epochs: Any, step: int, batches: int, begin: Callable[[], None], before: Any
+) -> Iterator[tuple[int, int, Any]]:
     """Replaces Keras' `_enumerate_iterator` for one epoch, beginning at a step; see `begin_within_epoch`."""
     patching.remove(epochs, "_enumerate_iterator")
+    if before is not None:
+        patching.put(epochs, "_enumerate_iterator", before)
+        epochs._num_batches = None
     begin()
     epochs.data_adapter.on_epoch_begin()
     iterator = iter(epochs._get_iterator())

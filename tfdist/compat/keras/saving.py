@@ -268,7 +268,9 @@ def _prepare(model: Any, callbacks: Sequence[Any], params: dict[str, Any]) -> No
                 path = getattr(callback, attribute)
                 if not str(path).startswith(_scratch()):
                     setattr(callback, attribute, _in_scratch(path))
-        if isinstance(callback, keras.callbacks.RemoteMonitor) and not agreement.is_chief:
+        # A method of the user's own may do what all workers have to.
+        is_posting = getattr(type(callback), "on_epoch_end", None) is keras.callbacks.RemoteMonitor.on_epoch_end
+        if is_posting and not agreement.is_chief:
             patching.put_method(callback, "on_epoch_end", lambda *_: None)
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
             patching.put_method(callback, "_save_model", _write_model)
