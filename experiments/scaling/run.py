@@ -23,7 +23,7 @@ flags.DEFINE_string(
     "table",
     None,
     "CSV file with " + "devices, devices_per_machine, model, parameters_millions, "
-    "images_per_sec; all of tables/ by default.",
+    "images_per_sec, and perhaps batch_per_device, servers, network_gbits; all of tables/ by default.",
 )
 flags.DEFINE_integer("calibrate_up_to", 8, "Devices of the last row that is calibrated on.", lower_bound=1)
 flags.DEFINE_string("json", None, "Where the list of rows goes, as {devices, model, published, predicted, ...}.")
@@ -31,13 +31,13 @@ flags.DEFINE_string("plot", None, "Where the plot goes; by default results/ besi
 flags.DEFINE_float(
     "network_gbits",
     0.0,
-    "Link of a machine in Gbit/s; 0 if unknown: the slowest usual one that the "
-    "backward pass hides for the median model.",
+    "What a machine's link carries, in Gbit/s; 0 for up to what the table states, or else the slowest usual link "
+    "that the backward pass hides for the median model.",
     lower_bound=0.0,
 )
 flags.DEFINE_float("overlap", 0.75, "Share of the backward pass that hides sums between machines.", 0.0, 1.0)
 flags.DEFINE_float(
-    "batch_per_device", 0.0, "Examples of a device in each step; 0 if unknown: about 64.", lower_bound=0.0
+    "batch_per_device", 0.0, "Examples of a device in each step; 0 for the table's, or else about 64.", lower_bound=0.0
 )
 
 
@@ -64,7 +64,7 @@ def _predict(rows: list[Row], path: pathlib.Path) -> list[dict[str, Any]]:
     for model in sorted({row.model for row in rows} - set(calibration.models)):
         print(f"run.py: {path}: no row of {model} has up to {limit} devices; it is left out", file=sys.stderr)
     has_seen = any(row.devices > row.devices_per_machine for row in known)
-    source = "flag" if FLAGS.network_gbits else "assumed"
+    source = "flag" if FLAGS.network_gbits else "stated" if rows[0].network_gbits else "assumed"
     print(
         f"{path.name}: calibrated on {len(known)} rows of up to {limit} devices; links between machines: "
         f"{calibration.network / 0.125e9:g} Gbit/s {source}" + (", then fitted" if has_seen else ", not seen in them")

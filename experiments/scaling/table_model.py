@@ -10,16 +10,17 @@ second that one device produces, d devices of a machine in use, M machines and p
       + c s (d - 1)                        a path that all devices of a machine share, such as its host's memory
       + i r / r_median (d - 1)             what the host does for each example, such as reading it
       + j E[max of p standard normals]     unequal steps: the last device ends the step
-      + max(0, s 2 (M - 1) / M / B - h)    ring all-reduce between machines with links of B bytes per second,
-                                           h of a step hidden behind the backward pass
+      + max(0, s (M + S - 2) / S / B - h)  sum between machines with links of B bytes per second and S parameter servers
+                                           beside the workers, h of a step hidden behind the backward pass. S = M is a
+                                           ring all-reduce, too: 2 (M - 1) / M
       + o                                  once there are two machines: the last gradients, which nothing hides
       + q s (M - 1) / B_usual              a path that all machines share, such as a parameter server
 
 a, k, c, i, j, o and q are at least 0 and found by least squares with Gaussian priors (`PRIORS`); k, c, i, j, o, q, B
 and h are those of the cluster, so all models of a table share them. B and h are averaged over a grid (`_links`), whose
 prior is what is known of the network; rows on one machine say nothing about them, so the prediction then rests on the
-prior. Tables don't have b either: it is between the same for all models, and such that steps of all models take
-equally long.
+prior. A table may have b and S, and a link, which is the most that B can be. Without them S is M, and b is between the
+same for all models, and such that steps of all models take equally long.
 """
 
 from __future__ import annotations
@@ -55,13 +56,16 @@ DEFAULT_BATCH = 64
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a table; `images_per_sec` is of all devices together."""
+    """A row of a table; `images_per_sec` is of all devices together, and the last three are 0 if unknown."""
 
     devices: int
     devices_per_machine: int
     model: str
     parameters_millions: float
     images_per_sec: float
+    batch_per_device: float = 0
+    servers: float = 0
+    network_gbits: float = 0
 
     @property
     def local(self) -> int:
@@ -89,8 +93,9 @@ class Assumptions:
 
     Attributes:
       batch_per_device: examples of a device in each step; 0 if unknown: about `DEFAULT_BATCH` of the median model.
-      network: bytes per second of a machine's link, in each direction; 0 if unknown: the slowest usual link, from 10
-        Gbit/s on, that the overlap hides for the median model, because who publishes a table has a cluster fit for it.
+      network: bytes per second that a machine's link carries, in each direction; 0 for up to what the rows say. If they
+        say nothing: the slowest usual link, from 10 Gbit/s on, that the overlap hides for the median model, because who
+        publishes a table has a cluster fit for it.
       overlap: share of the backward pass that hides communication between machines.
     """
 
@@ -113,8 +118,10 @@ class Calibration:
         self.models = sorted(smallest)
         self._single = {model: row.images_per_sec / row.devices for model, row in smallest.items()}
         self._middle = float(np.median(list(self._single.values())))
-        self.network = assumptions.network or self._usual_network(smallest.values())
-        self._links = _links(self.network, assumptions.overlap)
+        published = 0.125e9 * max(row.network_gbits for row in rows)
+        self.network = assumptions.network or published or self._usual_network(smallest.values())
+        most = 1.0 if published and not assumptions.network else math.inf
+        self._links = _links(self.network, assumptions.overlap, most)
         # Without a row of one device, its throughput is what makes the smallest row fit.
         for _ in range(1 if all(row.devices == 1 for row in smallest.values()) else 6):
             self._draws = self._posterior(rows)
@@ -136,21 +143,21 @@ class Calibration:
 
     def limit(self, row: Row) -> float:
         """Returns the throughput beyond which 4,096 such machines don't bring the model of this row."""
-        return self.predict(dataclasses.replace(row, devices=row.devices_per_machine * 4096)).predicted
+        return self.predict(dataclasses.replace(row, devices=row.devices_per_machine * 4096, servers=0)).predicted
 
     def _usual_network(self, rows: Iterable[Row]) -> float:
         produced = float(np.median([self._produced(row, 0.5) for row in rows]))
         needed = 2 * produced / (self._assumptions.overlap * BACKWARD)
         return next((usual for usual in _USUAL if usual >= needed), _USUAL[-1])
 
-    def _batch(self, model: str, power: float) -> float:
-        given = self._assumptions.batch_per_device
-        return given or DEFAULT_BATCH * (self._single[model] / self._middle) ** power
+    def _batch(self, row: Row, power: float) -> float:
+        given = self._assumptions.batch_per_device or row.batch_per_device
+        return given or DEFAULT_BATCH * (self._single[row.model] / self._middle) ** power
 
     def _produced(self, row: Row, power: float) -> float:
         """Bytes of gradients that one device produces per second, if nothing holds it up."""
-        batch = self._batch(row.model, power)
-        return BYTES_PER_PARAMETER * 1e6 * row.parameters_millions * self._single[row.model] / batch
+        gradients = BYTES_PER_PARAMETER * 1e6 * row.parameters_millions
+        return gradients * self._single[row.model] / self._batch(row, power)
 
     def _features(self, row: Row, power: float) -> np.ndarray:
         several, produced = float(row.devices > 1), self._produced(row, power)
@@ -165,7 +172,8 @@ class Calibration:
     def _exposed(self, row: Row, power: float) -> np.ndarray:
         """The sum between machines that is not hidden, as a share of a step: one number for each link."""
         bandwidth, hidden, _ = self._links.T
-        sent = self._produced(row, power) * 2 * (row.machines - 1) / row.machines
+        servers = min(row.servers or row.machines, row.machines)
+        sent = self._produced(row, power) * (row.machines + servers - 2) / servers
         return np.maximum(0.0, sent / bandwidth - hidden)
 
     def _slowdowns(self, row: Row) -> np.ndarray:
@@ -182,7 +190,8 @@ class Calibration:
           For each power of the batch sizes: links, as indices [draws], and parameters [draws, parameters].
         """
         several = [row for row in rows if row.devices > 1]
-        powers = _POWERS if len(self.models) > 1 and not self._assumptions.batch_per_device else (0.5,)
+        is_known = self._assumptions.batch_per_device or all(row.batch_per_device for row in rows)
+        powers = (0.5,) if is_known or len(self.models) == 1 else _POWERS
         problems = [self._problem(several, power) for power in powers]
         logs = np.array([self._links[:, 2] - problem.cost / 2 for problem in problems])
         weights = np.exp(logs - logs.max()).ravel()
@@ -245,10 +254,12 @@ def positive_normals(
     return np.maximum(x, 0.0)
 
 
-def _links(network: float, overlap: float) -> np.ndarray:
+def _links(network: float, overlap: float, most: float) -> np.ndarray:
     """Returns, of each grid point, bytes per second, hidden share of a step and logarithm of the prior probability."""
     links = []
-    for factor in _FACTORS:
+    # Software reaches no more than the link has. TensorFlow's gRPC moved 0.1 to 0.8 GB/s over links of 10 Gbit/s in
+    # 2017 (tensorflow/tensorflow, issue 6116).
+    for factor in _FACTORS[most >= _FACTORS]:
         for share in _OVERLAPS:
             # One standard deviation is a factor of 2 in the bandwidth, and a quarter in the overlap.
             prior = -(math.log2(factor) ** 2) / 2 - ((share - overlap) / 0.25) ** 2 / 2

@@ -10,6 +10,8 @@ import pathlib
 from table_model import Row
 
 COLUMNS = ("devices", "devices_per_machine", "model", "parameters_millions", "images_per_sec")
+# Facts that a table may state; an empty cell is unknown.
+OPTIONAL = ("batch_per_device", "servers", "network_gbits")
 
 
 class TableError(ValueError):
@@ -17,7 +19,7 @@ class TableError(ValueError):
 
 
 def read(path: pathlib.Path) -> list[Row]:
-    """Reads a CSV file with the columns `COLUMNS`, in any order; others are ignored. Lines with # are comments.
+    """Reads a CSV file with the columns `COLUMNS`, and perhaps `OPTIONAL`, in any order. Lines with # are comments.
 
     Raises:
       TableError: the file, a column or a value is missing or invalid, or two rows are of the same model and devices.
@@ -56,14 +58,15 @@ def calibrated(rows: list[Row], up_to: int, path: pathlib.Path) -> list[Row]:
 
 
 def _row(values: dict[str, str | None], where: str) -> Row:
-    text = {name: (values[name] or "").strip() for name in COLUMNS}
+    text = {name: (values.get(name) or "").strip() for name in (*COLUMNS, *OPTIONAL)}
     if not text["model"]:
         raise TableError(f"{where}: model is empty; name the model")
     devices = _number(text["devices"], "devices", where, whole=True)
     local = _number(text["devices_per_machine"], "devices_per_machine", where, whole=True)
     parameters = _number(text["parameters_millions"], "parameters_millions", where)
     speed = _number(text["images_per_sec"], "images_per_sec", where)
-    return Row(int(devices), int(local), text["model"], parameters, speed)
+    facts = {name: _number(text[name], name, where, whole=name != OPTIONAL[-1]) for name in OPTIONAL if text[name]}
+    return Row(int(devices), int(local), text["model"], parameters, speed, **facts)
 
 
 def _number(text: str, name: str, where: str, whole: bool = False) -> float:

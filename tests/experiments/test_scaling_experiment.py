@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -34,8 +35,8 @@ def errors(scaling, rows, up_to, **assumptions):
 @pytest.mark.parametrize(
     ("table", "up_to", "beyond", "within"),
     [
-        ("tensorflow_p2", 8, 32, 0.10),
-        ("tensorflow_p2_batch32", 8, 32, 0.10),
+        ("tensorflow_p2", 8, 64, 0.10),
+        ("tensorflow_p2_batch32", 8, 64, 0.10),
         ("tensorflow_dgx1", 4, 8, 0.10),
         ("mxnet_p2", 16, 256, 0.10),
     ],
@@ -65,6 +66,13 @@ def test_a_network_that_the_rows_don_t_show_is_given_by_a_flag(scaling):
     assert max(map(abs, found.values())) < 0.15, found
 
 
+def test_few_parameter_servers_lower_the_prediction(scaling):
+    rows = [dataclasses.replace(row, batch_per_device=64) for row in made(scaling, 8, 1.25e9, 0.75)]
+    calibration = scaling.table_model.Calibration(rows[:4], scaling.table_model.Assumptions(network=1.25e9))
+    of = {n: calibration.predict(dataclasses.replace(rows[6], servers=n)).predicted for n in (0, 1, 4, 8)}
+    assert of[1] < 0.8 * of[4] and of[4] < of[8] == of[0]
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -78,6 +86,7 @@ def test_a_network_that_the_rows_don_t_show_is_given_by_a_flag(scaling):
         (HEADER + "1,8,,25,10\n", "line 2: model is empty"),
         (HEADER + "1,8,a,25,10\n\n1,8,a,25,11\n", "line 4: a second row of a with 1 devices"),
         (HEADER + "16,8,a,25,10\n", "no row of up to 8 devices to calibrate on"),
+        (HEADER[:-1] + ",servers\n1,8,a,25,10,\n2,8,a,25,10,0\n", "line 3: servers must be a whole number above 0"),
         (HEADER + "1,8,a,nan,10\n", "parameters_millions must be a number above 0"),
     ],
 )

@@ -75,13 +75,7 @@ _KINDS = [
     seed=st.integers(0, 99),
 )
 def test_each_gradient_counts_once_and_policies_keep_their_promises(
-    kind: tuple[str, str],
-    workers: int,
-    compute: simulation.DelayDistribution,
-    network: NetworkModel,
-    model: ModelProfile,
-    failing: bool,
-    seed: int,
+    kind, workers, compute, network, model, failing, seed
 ):
     cluster = ClusterModel(
         workers=workers,

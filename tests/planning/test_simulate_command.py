@@ -72,13 +72,7 @@ def test_codec_and_distribution_are_written_as_calls(tmp_path: pathlib.Path, cap
         (["--step_secs=1s", "--num_updates=100000000", "--json=/dev/null/a"], "--json: the file can't be written (Not"),
     ],
 )
-def test_invalid_values_are_one_line_and_code_2(
-    arguments: list[str],
-    line: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_invalid_values_are_one_line_and_code_2(arguments, line, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["simulate", *arguments]) == 2
     assert list(tmp_path.iterdir()) == []
