@@ -42,6 +42,7 @@ flags.DEFINE_string("output", str(HERE / "results" / "machine.json"), "Where pre
 flags.DEFINE_float("profile_secs", 45.0, "How long to profile one worker.", lower_bound=5.0)
 _LIMIT_SECS = 240.0
 WITHIN = 0.15
+_SIMULATED_EPOCHS = 20
 _PORT = 9100
 _FREE_PORTS = iter(range(23100, 30000))
 
@@ -180,6 +181,7 @@ def _predicted(run: Run, name: str, measured: profile.Profile, network: networks
         run.strategy
     ]
     every_steps = 4 if "ParameterAveraging" in run.policy else 1
+    is_asynchronous = run.strategy == "parameter_server" and not run.policy
     result = prediction.simulate(
         measured,
         network,
@@ -187,10 +189,11 @@ def _predicted(run: Run, name: str, measured: profile.Profile, network: networks
         [tfdist.flags.parse_policy(run.policy)] if run.policy else [],
         run.workers,
         workers_per_machine=run.workers if network.is_one_machine else 1,
-        num_updates=200 * run.workers,
+        num_updates=_SIMULATED_EPOCHS * run.steps if is_asynchronous else 200 * run.workers,
+        # All workers begin the measured epoch together, and it ends with its last update.
+        steps_per_epoch=run.steps if is_asynchronous else 0,
     )
-    # Before the steps that are measured, workers have made others, and are no longer in step with each other.
-    _, updates_per_sec = prediction.steady(result)
+    updates_per_sec = result.updates_per_sec if is_asynchronous else prediction.steady(result)[1]
     return {
         "network": name,
         "run": f"{run.name} {FLAGS.size}".strip(),

@@ -164,6 +164,13 @@ def test_workers_of_a_machine_share_its_cores(used):
     assert synchronous.limit.startswith("shared cores: ") == (used > 0.5)
 
 
+def test_asynchronous_epochs_wait_for_their_last_steps():
+    measured, strategy = profiles.make(0.2, 1_000, s=0.25, device="CPU"), "ParameterServerStrategy"
+    given = {"workers": 8, "workers_per_machine": 8, "num_updates": 3840}
+    runs = [prediction.simulate(measured, LOCAL, strategy, [], **given, steps_per_epoch=n) for n in (192, 0)]
+    assert 0.95 < runs[0].updates_per_sec / runs[1].updates_per_sec < 0.99
+
+
 def test_the_local_machine_is_recognised_and_said(tmp_path, capsys):
     links = tmp_path / "network.json"
     link = doctor_measure.MeasuredLink("worker:0", "worker:1", 1.25e9, 1e-5)

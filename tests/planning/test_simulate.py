@@ -134,9 +134,7 @@ def _check_counts(found: Result) -> None:
     factor=st.floats(1.0, 20.0),
     model=_MODELS,
 )
-def test_more_bandwidth_never_hurts(
-    kind: tuple[str, str], workers: int, compute: simulation.DelayDistribution, factor: float, model: ModelProfile
-):
+def test_more_bandwidth_never_hurts(kind, workers, compute, factor, model):
     def secs(bandwidth: float) -> float:
         network = NetworkModel(bandwidth=bandwidth, latency_secs=1e-4)
         cluster = ClusterModel(workers=workers, servers=2, compute=compute, network=network)
@@ -187,8 +185,7 @@ def test_a_lost_worker_takes_its_gradient_along_and_comes_back():
     failures = [simulation.Failure(0.15, 0, 0.5)]
     found = simulate(ClusterModel(workers=3, compute=constant(0.1), failures=failures), num_updates=30)
     assert found.lost == (1, 0, 0)
-    missed = [g for g in found.gradients if g.replica == 0 and 0.15 < g.started < 0.65]
-    assert not missed
+    assert not [g for g in found.gradients if g.replica == 0 and 0.15 < g.started < 0.65]
     assert found.accepted[0] == pytest.approx(found.accepted[1] - 5, abs=1)
 
 
@@ -233,9 +230,8 @@ def test_averaging_exchanges_variables_and_slots_once_in_h_steps():
     network = NetworkModel(bandwidth=1e8)
     model = ModelProfile(dense_bytes=1e7, optimizer_bytes=1e7, step_secs=0.1, batch_size=4)
     cluster = ClusterModel(workers=2, network=network)
-    found = simulate(
-        cluster, model, strategy=MULTI_WORKER, policies=[tfdist.ParameterAveraging(every_steps=10)], num_updates=5
-    )
+    policies = [tfdist.ParameterAveraging(every_steps=10)]
+    found = simulate(cluster, model, strategy=MULTI_WORKER, policies=policies, num_updates=5)
     assert found.seconds == pytest.approx(5 * 10 * 0.1 + 4 * 2e7 / 1e8)
     assert found.examples_per_sec == pytest.approx(5 * 10 * 4 * 2 / found.seconds)
 
