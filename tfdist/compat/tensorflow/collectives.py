@@ -24,7 +24,6 @@ NEEDS = (
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._initialize_local_devices",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._get_variable_creator_initial_value",
     "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._all_reduce",
-    "tensorflow.python.distribute.cross_device_ops:CrossDeviceOps.batch_reduce",
     "tensorflow.python.distribute.mirrored_strategy:MirroredExtended._collective_keys, _communication_options",
 )
 
