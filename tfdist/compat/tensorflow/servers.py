@@ -32,8 +32,7 @@ NEEDS = (
     "tensorflow.python.ops.script_ops:FuncRegistry._funcs",
     "tensorflow.python.ops.script_ops:_py_funcs",
     "tensorflow.core.protobuf.config_pb2:ConfigProto",
-    "tensorflow.python.tf2:enable",
-    "tensorflow.python.training.server_lib:ClusterSpec, Server",
+    "tensorflow.python.training.server_lib:Server",
 )
 
 
@@ -116,6 +115,8 @@ def skip_package_init() -> bool:
     package.__path__ = list(spec.submodule_search_locations)
     package.__spec__ = spec
     sys.modules["tensorflow"] = package
+    # As the front door does.
+    os.environ["TF2_BEHAVIOR"] = "1"
     return True
 
 
@@ -217,14 +218,12 @@ def start_server(
       num_cpus: number of logical CPUs.
     """
     from tensorflow.core.protobuf import config_pb2
-    from tensorflow.python import tf2
     from tensorflow.python.training import server_lib
 
-    tf2.enable()
     # After the imports, of which one may set up a registry, and before the first request.
     register_function(function)
     return server_lib.Server(
-        server_lib.ClusterSpec({name: dict(tasks) for name, tasks in jobs.items()}),
+        {name: dict(tasks) for name, tasks in jobs.items()},
         job_name=job,
         task_index=index,
         protocol="grpc",
