@@ -18,7 +18,7 @@ from keras.src.backend.common import global_state
 from tfdist.compat import patching
 
 NEEDS = (
-    "keras.src.backend.common.global_state:get_global_attribute",
+    "keras.src.backend.common.global_state:get_global_attribute(name, default, set_to_default)",
     "keras:Variable._deferred_initialize",
 )
 
@@ -63,9 +63,9 @@ def _making(original: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     return layer
 
 
-def of_thread(name: str) -> Any:
-    """Value that Keras keeps under a name for this thread; None if it keeps nothing."""
-    return global_state.get_global_attribute(name)
+def of_thread(name: str, default: Any = None) -> Any:
+    """Value that Keras keeps under a name for this thread; if it keeps nothing, it keeps the default from now on."""
+    return global_state.get_global_attribute(name, default, set_to_default=True)
 
 
 def deferred() -> list[Any]:

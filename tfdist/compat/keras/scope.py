@@ -16,7 +16,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 from tensorflow.python.eager import backprop
 
 from tfdist.compat import patching
@@ -25,7 +24,6 @@ from tfdist.compat.tensorflow import graphs, replicas, variables
 
 NEEDS = (
     "keras:Variable._initialize",
-    "keras.src.backend.common.global_state:set_global_attribute",
     "keras.src.random.seed_generator:global_seed_generator",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distribution_strategy",
     "tensorflow.python.distribute.values:DistributedVariable._get_on_device_or_primary",
@@ -222,8 +220,7 @@ def global_seed() -> keras.random.SeedGenerator | None:
 @tf.autograph.experimental.do_not_convert
 def adopt_global_seed(generator: keras.random.SeedGenerator | None) -> None:
     """Makes this the generator of the thread, if it has none."""
-    if generator is not None and layers.of_thread(_NAME) is None:
-        global_state.set_global_attribute(_NAME, generator)
+    layers.of_thread(_NAME, generator)
 
 
 def carrying_global_seed(function: Callable[..., Any]) -> Callable[..., Any]:
