@@ -29,9 +29,7 @@ NEEDS = (
     "tensorflow.python.distribute.distribute_utils:regroup",
     "tensorflow.python.distribute.values:PerReplicaSpec._value_specs",
     "tensorflow.python.distribute.cross_device_ops:CollectiveAllReduce._launchers",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveKeys.get_instance_key",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._collective_keys, _device, _group_key",
-    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._next_instance_key",
+    "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher._group_key, _next_instance_key",
 )
 
 
@@ -254,7 +252,7 @@ class _KeysOfThreads:
         self._new = itertools.count(_FIRST_KEY_OF_THREADS)
         self._of_thread = threading.local()
 
-    def draw(self, device: str) -> int:
+    def draw(self, device: object) -> int:
         """Returns the next key of a device."""
         drawn = self._of_thread.__dict__.setdefault("drawn", collections.defaultdict(int))
         # By number, the key and how many devices are still to draw it.
@@ -274,14 +272,15 @@ class _Keys:
       launcher: TensorFlow's launcher of the device's collectives.
       of_threads: where functions are called in several threads; None in a job of several processes, where one thread at
         a time trains, and all processes draw alike.
+      fixed: keys of the device in its group that hold for all executions.
     """
 
-    def __init__(self, launcher: Any, of_threads: _KeysOfThreads | None) -> None:
+    def __init__(self, launcher: Any, of_threads: _KeysOfThreads | None, fixed: Iterator[int]) -> None:
         self._of_threads = of_threads
         self._lock = threading.RLock()
         self._launcher, self._original = launcher, launcher._next_instance_key
         self._counter: Any = None
-        self._fixed = itertools.count(_FIRST_FIXED_KEY)
+        self._fixed = fixed
         self.is_counting = self.is_fixed = False
         self.on_trace: Callable[[Any], object] | None = None
 
@@ -292,10 +291,8 @@ class _Keys:
             self.on_trace(function)
         if self.is_counting:
             return self._counted()
-        if self.is_fixed and not tf.executing_eagerly():
+        if (self.is_fixed and not tf.executing_eagerly()) or _in_function_in_control_flow():
             return next(self._fixed)
-        if _in_function_in_control_flow():
-            return self._launcher._collective_keys.get_instance_key(self._launcher._group_key, self._launcher._device)
         if self._of_threads is None or tf.executing_eagerly():
             return self._original()
         # TensorFlow has the function call this attribute when it is called itself. Two threads may trace at once.
@@ -309,7 +306,7 @@ class _Keys:
     def _at_call(self) -> Any:
         if self._of_threads is None or not tf.executing_eagerly():
             return self()
-        key = self._of_threads.draw(self._launcher._device)
+        key = self._of_threads.draw(self)
         with tf.device("CPU:0"):
             return tf.constant(key, tf.int32)
 
@@ -323,12 +320,14 @@ class _Keys:
 
 def give_keys(strategy: tf.distribute.Strategy) -> None:
     """Gives the collectives of this strategy keys that serve in conditionals too; and see `counted_keys`."""
-    is_alone = not has_other_workers(strategy)
+    is_alone, fixed = not has_other_workers(strategy), {}
     for launchers in _launchers_by_operations(strategy):
         of_threads = _KeysOfThreads(len(launchers)) if is_alone else None
-        for launcher in launchers:
+        for index, launcher in enumerate(launchers):
             if not isinstance(launcher._next_instance_key, _Keys):
-                launcher._next_instance_key = _Keys(launcher, of_threads)
+                # Operations of the same devices are one group.
+                keys = fixed.setdefault((launcher._group_key, index), itertools.count(_FIRST_FIXED_KEY))
+                launcher._next_instance_key = _Keys(launcher, of_threads, keys)
 
 
 def note_traced(strategy: tf.distribute.Strategy, note: Callable[[Any], object]) -> None:
