@@ -158,7 +158,7 @@ def _varies(gradient: Any) -> bool:
     TensorFlow's collectives fail then, unless each iteration has its own instance keys.
     """
     is_sparse = isinstance(gradient, tf.IndexedSlices)
-    return is_sparse and not gradient.indices.shape.is_fully_defined() and graphs.in_loop()
+    return is_sparse and not gradient.indices.shape.is_fully_defined() and graphs.in_branch_or_loop()
 
 
 @contextlib.contextmanager

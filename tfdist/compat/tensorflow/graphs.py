@@ -15,12 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import config
-from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from tfdist.compat import patching
 
 NEEDS = (
-    "tensorflow.python.ops.control_flow_v2_func_graphs:WhileBodyFuncGraph, WhileCondFuncGraph",
     "tensorflow.python.framework.ops:Operation._add_control_input, _set_device",
     "tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction.call_flat",
     "tensorflow.python.eager.polymorphic_function.concrete_function:ConcreteFunction._inference_function",
@@ -36,18 +34,12 @@ def enclosing() -> Iterator[Any]:
         graph = getattr(graph, "outer_graph", None)
 
 
-# Tells whether a traced operation is part of a loop, of a conditional, or of a function given to a `tf.data.Dataset`.
+# Tells whether a traced operation is part of a loop or a conditional, or of a function given to a `tf.data.Dataset`.
 #
 # There is no public way: TensorFlow's public graphs don't say which construct they are the body of.
 
 
-_LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 _DATASET = "Dataset_"
-
-
-def in_loop() -> bool:
-    """Returns True while the body or the condition of a `tf.while_loop` is traced."""
-    return any(isinstance(graph, _LOOPS) for graph in enclosing())
 
 
 def in_branch_or_loop() -> bool:
