@@ -26,7 +26,6 @@ NEEDS = (
     "keras:Variable._initialize",
     "keras.src.random.seed_generator:global_seed_generator",
     "keras.src.backend.tensorflow.optimizer:TFOptimizer._distribution_strategy",
-    "tensorflow.python.distribute.values:DistributedVariable._get_on_device_or_primary",
     "tensorflow.python.eager.backprop:_handle_or_self",
 )
 
@@ -416,5 +415,5 @@ def _handle_or_self(original: Any, x: Any) -> Any:
     is_updated = replicas.is_updating()
     is_outside = tf.distribute.in_cross_replica_context() and not is_updated
     if is_outside and _has_copies(variable) and _is_allowed(variables.strategy_of(variable)):
-        return variable._get_on_device_or_primary().handle
+        return next(each for each in variable.values if each.device == variable.device).handle
     return original(x)
