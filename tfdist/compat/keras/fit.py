@@ -20,7 +20,7 @@ from tfdist.compat import patching
 from tfdist.compat.keras import calls
 
 NEEDS = (
-    "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator, _distributed_dataset, _enumerate_iterator",
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator._current_iterator, _enumerate_iterator",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator._get_iterator, _num_batches, _steps_seen, data_adapter",
     "keras.src.backend.tensorflow.trainer:TFEpochIterator.steps_per_epoch, steps_per_execution, _interrupted_warning",
     "keras.src.trainers.trainer:Trainer._get_metrics_result_or_logs(logs)",
@@ -46,7 +46,7 @@ def _ending_short(logger: Any, missing: int, epoch: int, logs: Any = None) -> No
 
 def data_of(iterator: Any) -> Any:
     """The distributed data set that an epoch iterator of Keras iterates over."""
-    return iterator._distributed_dataset
+    return type(iterator)._get_iterator(iterator)
 
 
 class EpochIterator:
