@@ -22,7 +22,7 @@ NEEDS = (
     "tensorflow.python.ops.resource_variable_ops:write_object_proto_for_resource_variable(enforce_naming)",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._handle, _restore_from_tensors",
     "tensorflow.python.ops.resource_variable_ops:BaseResourceVariable._serialize_to_tensors",
-    "tensorflow.python.distribute.ps_values:CachingVariable._dense_var_to_tensor, _gather_saveables_for_checkpoint, _v",
+    "tensorflow.python.distribute.ps_values:CachingVariable._dense_var_to_tensor, _gather_saveables_for_checkpoint",
     "tensorflow.python.distribute.sharded_variable:ShardedVariable._saving_variable",
     "tensorflow.python.eager.record:stop_recording",
     "tensorflow.python.eager.tape:variable_accessed",
@@ -126,22 +126,21 @@ without_recording = record.stop_recording
 class ServerVariable(ps_values.CachingVariable):
     """A variable that stands before one on a parameter server.
 
-    Args:
-      variable: the one on the parameter server.
+    Attributes:
+      stored: the variable on the parameter server.
     """
 
-    @property
-    def stored(self) -> Any:
-        """The variable on the parameter server."""
-        return self._v
+    def __init__(self, stored: Any) -> None:
+        super().__init__(stored)
+        self.stored = stored
 
     def serialized(self) -> dict[str, Any]:
         """Returns the tensors that a checkpoint saves of the variable on the parameter server."""
-        return self._v._serialize_to_tensors()
+        return self.stored._serialize_to_tensors()
 
     def restored(self, tensors: dict[str, Any]) -> Any:
         """Restores the variable on the parameter server from a checkpoint's tensors."""
-        return self._v._restore_from_tensors(tensors)
+        return self.stored._restore_from_tensors(tensors)
 
 
 def is_single(variable: Any) -> bool:
