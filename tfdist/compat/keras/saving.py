@@ -47,7 +47,7 @@ NEEDS = (
     "keras.src.legacy.saving.legacy_h5_format:save_model_to_hdf5(model, filepath)",
     "keras.src.saving.saving_lib:save_model(model, filepath), save_weights_only(model, filepath)",
     "keras:callbacks.BackupAndRestore._save_model, _weights_path",
-    "keras:callbacks.ModelCheckpoint._get_file_path(epoch, batch, logs), _save_model(epoch, batch, logs)",
+    "keras:callbacks.ModelCheckpoint._save_model(epoch, batch, logs)",
     "tensorflow.python.saved_model.save:_build_meta_graph(meta_graph_def)",
     "tensorflow.python.checkpoint.checkpoint:TrackableSaver.restore(save_path), save(file_prefix)",
     "tensorflow.python.checkpoint.restore:CheckpointPosition._restore_descendants, _single_restore(self), trackable",
@@ -154,7 +154,8 @@ def _save_together(agreement: Any, model: Any, path: str, save: Callable[[str], 
         agreement.from_chief_at(place, name, write, f"saving {path}")
         return
     # Of a callback, whose path leads to the scratch directory.
-    own = _intended.get() or path
+    intended = _intended.get()
+    own = intended() if intended else path
     with tempfile.TemporaryDirectory(dir=_scratch(), ignore_cleanup_errors=True) as staging:
         save(str(pathlib.Path(staging, pathlib.Path(path).name)))
         of_chief = agreement.from_chief_at(place, name, write, f"saving {own}")
@@ -213,8 +214,8 @@ def _is_remote(path: str) -> bool:
 
 # Paths that differ between workers.
 
-# The path that the user gave to a callback, while the callback saves in the scratch directory.
-_intended: contextvars.ContextVar[str | None] = contextvars.ContextVar("intended", default=None)
+# Gives the path that the user gave to a callback, while the callback saves in the scratch directory.
+_intended: contextvars.ContextVar[Callable[[], str] | None] = contextvars.ContextVar("intended", default=None)
 _said_apart: list[str] = []
 
 
@@ -284,7 +285,8 @@ def _write_model(callback: Any, epoch: int, batch: int | None, logs: Any) -> Non
     agreement, path = _agreement(callback.model), callback.filepath
     if agreement is None:
         return type(callback)._save_model(callback, epoch, batch, logs)
-    intended = _intended.set(callback._get_file_path(epoch, batch, logs))
+    values = {"batch": (batch or 0) + 1, **(logs or {}), "epoch": epoch + 1}
+    intended = _intended.set(functools.partial(path.format, **values))
     try:
         if not agreement.is_chief:
             callback.filepath = _in_scratch(path)
