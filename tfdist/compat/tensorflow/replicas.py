@@ -20,7 +20,6 @@ from tfdist.compat import patching
 from tfdist.compat.tensorflow import graphs, variables
 
 NEEDS = (
-    "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._worker_device",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._cross_device_ops",
     "tensorflow.python.distribute.collective_all_reduce_strategy:CollectiveAllReduceExtended._host_cross_device_ops",
     "tensorflow.python.distribute.distribute_lib:ReplicaContextBase._replica_id",
@@ -97,8 +96,9 @@ def worker_index(strategy: Any) -> int:
 
 
 def worker_device(strategy: Any) -> str:
-    """The device of this process' own tensors: its CPU, by its name in the cluster."""
-    return strategy.extended._worker_device
+    """The task of this process in the cluster, for `tf.device`."""
+    spec = tf.DeviceSpec.from_string(strategy.extended.worker_devices[0])
+    return tf.DeviceSpec(spec.job, spec.replica, spec.task).to_string()
 
 
 @functools.cache
