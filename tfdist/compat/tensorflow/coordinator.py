@@ -25,7 +25,6 @@ from tensorflow.python.eager import context, executor
 from tfdist.compat import patching
 
 NEEDS = (
-    "tensorflow.python.distribute.coordinator.cluster_coordinator:ClosureAbortedError, ClosureInputError",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:_is_worker_failure",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.closure_queue",
     "tensorflow.python.distribute.coordinator.cluster_coordinator:Cluster.schedule(function, args, kwargs), stop",
@@ -51,8 +50,6 @@ _TASK_FAILURES = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
-    cluster_coordinator.ClosureInputError,
-    cluster_coordinator.ClosureAbortedError,
 )
 
 
