@@ -317,7 +317,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if isinstance(reference, PartitionedVariable):
             # An optimizer's slot: its shape is that of the variable, so it falls into the same shards.
             beside = sharding.beside_shards(self, kwargs.pop("colocate_with").variables[0])
-        initial = sharding.present_initializer()
+        initial = sharding.present_initializer(kwargs.get("dtype"))
         if initial is not None and self._has_partitioner and kwargs.get("shape") is None:
             kwargs |= {"initial_value": initial, "shape": initial.shape}
         with beside:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import variables
 
 NEEDS = (
-    "keras:Variable._export_to_saved_model_graph(object_map), _initialize_with_initializer, _dtype",
+    "keras:Variable._export_to_saved_model_graph(object_map), _initialize_with_initializer",
     "keras.src.backend.tensorflow.random:normal, truncated_normal, uniform",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._update",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._variable_count",
@@ -83,7 +84,7 @@ def in_shards(variable: Any) -> Any:
 
 
 # A variable may be made in a thread of its own (`graphs`).
-_making: contextvars.ContextVar[ShardInitial | None] = contextvars.ContextVar("tfdist_initial", default=None)
+_making: contextvars.ContextVar[Callable[[str], ShardInitial] | None] = contextvars.ContextVar("making", default=None)
 
 
 class ShardInitial:
@@ -159,13 +160,14 @@ def know_shards() -> None:
     patching.once(functional_saver, "_single_shard_restore", _one_by_one)
 
 
-def present_initializer() -> ShardInitial | None:
-    """The initial value of the Keras variable that is being made."""
-    return _making.get()
+def present_initializer(dtype: Any) -> ShardInitial | None:
+    """The initial value of the Keras variable that is being made, of this dtype."""
+    make = _making.get()
+    return make and make(dtype)
 
 
 def _noting(original: Any, variable: Any, initializer: Any) -> None:
-    before = _making.set(ShardInitial(initializer, variable.shape, variable._dtype, variable.path))
+    before = _making.set(functools.partial(ShardInitial, initializer, variable.shape, path=variable.path))
     try:
         original(variable, initializer)
     finally:
