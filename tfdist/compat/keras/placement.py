@@ -43,8 +43,7 @@ _thread = _Thread()
 
 def allow_placed_layers() -> None:
     """Makes layers that are created in `placed` from now on keep their part."""
-    patching.once(backprop, "_gradient_function", _placing)
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(functools.partial(_placing, backprop._gradient_function))
     layers.after_making(_remember)
     patching.once(keras.Layer, "__call__", _calling)
 
