@@ -23,7 +23,7 @@ NEEDS = (
     "keras.src.backend.tensorflow.trainer:TensorFlowTrainer._maybe_symbolic_build(self, iterator)",
     "keras.src.backend:compute_output_spec",
     "keras.src.trainers.trainer:Trainer._compile_config, _compile_loss, _compile_metrics, _symbolic_build(data_batch)",
-    "keras.src.layers.layer:Layer._flatten_layers, _non_trainable_variables, _clear_losses, _loss_ids, _losses",
+    "keras.src.layers.layer:Layer._flatten_layers, _non_trainable_variables, _loss_ids, _losses",
     "keras.src.metrics.reduction_metrics:MeanMetricWrapper._fn",
     "keras.src.metrics.metric:Metric._metrics",
     "keras.src.trainers.compile_utils:CompileLoss._flat_losses",
@@ -351,7 +351,9 @@ def update_weighing(
 
 def forget_added(model: keras.Model) -> None:
     """Forgets what layers have added to the loss: Keras knows it by ids, which later tensors may have."""
-    model._clear_losses()
+    for layer in layers_of(model):
+        layer._losses.clear()
+        layer._loss_ids.clear()
 
 
 # The losses of a Keras model besides those given to `compile`: penalties of weights and activities, and `add_loss`.
