@@ -186,6 +186,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         )
         self._engine.servers = self._serving.cluster.jobs["ps"]
         self.distribution.coordinator = self._engine.coordinator
+        coordinator.before_use(self._engine.coordinator, lambda: None)
         # Makes the train steps of Keras' loop.
         self._training: AsynchronousEngine | RoundEngine = self._engine
 
@@ -336,8 +337,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             return dataset
         if not tf.executing_eagerly():
             return super().experimental_distribute_dataset(dataset, options)
-        # The stock coordinator leaves it set when a function that it is given fails to trace.
-        coordinator.forget_scheduled(self)
         caller, call = calls.epochs_being_made(), calls.current()
         trains = call is not None and call.trains
         replicas.check_fixed_sizes(self, dataset, self._training.num_parts if trains else 1, self._num_workers == 1)
@@ -372,7 +371,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         is the stock method.
         """
         self.distribution.check_function(fn)
-        if tf.distribute.in_cross_replica_context() and coordinator.is_scheduled_traced(self):
+        if tf.distribute.in_cross_replica_context() and coordinator.thread.is_scheduling:
             return super().run(fn, args, kwargs, options)
         args, kwargs = worker_function.in_tensors(args, kwargs or {})
         step = Step(fn)
@@ -450,7 +449,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: Any) -> Any:
         """Reduces over `axis`; there is nothing to reduce over replicas, because one of them makes each step."""
-        if coordinator.is_scheduled_traced(self):
+        if coordinator.thread.is_scheduling:
             return super().reduce(reduce_op, value, axis)
         (value,) = worker_batch.as_values(value)
         if axis is None:

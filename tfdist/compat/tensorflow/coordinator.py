@@ -39,7 +39,6 @@ NEEDS = (
     "tensorflow.python.eager.context:context, set_server_def_retries",
     "tensorflow.python.eager.executor:new_executor(enable_async)",
     "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._allow_run_without_coordinator",
-    "tensorflow.python.distribute.parameter_server_strategy_v2:ParameterServerStrategyV2Extended._being_scheduled",
 )
 
 
@@ -55,9 +54,11 @@ _TASK_FAILURES = (
 
 class _Thread(threading.local):
     worker = -1
+    is_scheduling = False
 
 
-# `worker` is the index of the worker whose closure this thread runs.
+# `worker` is the index of the worker whose closure this thread runs; `is_scheduling` is True while it hands one to a
+# coordinator of `before_use`, which traces its function.
 thread = _Thread()
 
 
@@ -94,7 +95,11 @@ def before_use(coordinator: tf.distribute.coordinator.ClusterCoordinator, functi
 
 def _preceded(coordinator: Any, function: Callable[[], None], name: str, /, *args: Any, **kwargs: Any) -> Any:
     function()
-    return getattr(type(coordinator), name)(coordinator, *args, **kwargs)
+    before, thread.is_scheduling = thread.is_scheduling, name == "schedule"
+    try:
+        return getattr(type(coordinator), name)(coordinator, *args, **kwargs)
+    finally:
+        thread.is_scheduling = before
 
 
 def after_each(
@@ -254,22 +259,6 @@ def disconnect() -> None:
         context.context().update_server_def(described)
 
 
-# The marks by which `ParameterServerStrategy` knows functions that `ClusterCoordinator` schedules.
-#
-# There is no public way: the stock `run` warns about calls outside of such a function, and later refuses them. It tells
-# the two apart by marks of its own. The second one stays set when a function fails to trace.
-
-
 def allow_without_coordinator(strategy: Any) -> None:
-    """Makes the stock `run` accept functions that no coordinator schedules."""
+    """Makes the stock `run` accept functions that no coordinator schedules, about which it warns; later it refuses."""
     strategy.extended._allow_run_without_coordinator = True
-
-
-def is_scheduled_traced(strategy: Any) -> bool:
-    """Returns True while a function that a coordinator schedules is traced."""
-    return strategy.extended._being_scheduled
-
-
-def forget_scheduled(strategy: Any) -> None:
-    """Marks that no scheduled function is being traced."""
-    strategy.extended._being_scheduled = False
