@@ -77,8 +77,7 @@ def busy_secs() -> float | None:
 def keep_if_launched(few_arenas: bool) -> None:
     """Calls `keep_freed_memory` in a process that a launcher of tfdist has started, which only trains.
 
-    Its tensors are of TensorFlow's allocator then, unless there are devices already. Parameter servers, whose tensors
-    stay, have no use for it: it asks for blocks of twice the size.
+    Its tensors are of TensorFlow's allocator then, unless there are devices. Servers don't: it takes twice as much.
     """
     if os.environ.get(_LAUNCHER) and keep_freed_memory(few_arenas):
         os.environ.setdefault(_TENSORFLOW, "true")

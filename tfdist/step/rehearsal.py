@@ -230,15 +230,13 @@ def note_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> Non
     """
     if not is_overridden(model, "train_step"):
         return
-    kinds = [kind for kind in type(model).__mro__ if not _is_of_a_library(kind.__module__)]
-    methods = [each for kind in kinds for each in vars(kind).values() if isinstance(each, types.FunctionType)]
+    own = [value for kind in type(model).__mro__ if not _is_of_a_library(kind) for value in vars(kind).values()]
+    methods = [each for each in own if isinstance(each, types.FunctionType)]
     found = used_by(model.train_step, *methods)
     theirs = [id(getattr(each, "optimizer", None)) for each in found if isinstance(each, keras.Model)]
-
-    def is_own(optimizer: Any) -> bool:
-        return id(optimizer) not in theirs or all(scope.belongs_to(strategy, each) for each in optimizer.variables)
-
-    own = [each for each in found if isinstance(each, keras.optimizers.Optimizer) and is_own(each)]
+    in_scope = lambda made: all(scope.belongs_to(strategy, each) for each in made.variables)  # noqa: E731
+    optimizers = [each for each in found if isinstance(each, keras.optimizers.Optimizer)]
+    own = [each for each in optimizers if id(each) not in theirs or in_scope(each)]
     patching.put(model, "_tfdist_optimizers", own)
 
 
@@ -332,10 +330,9 @@ def _within(each: Any) -> Iterator[Any]:
         yield getattr(each, "__self__", None)
         yield from (*each.args, *each.keywords.values()) if isinstance(each, functools.partial) else ()
     elif isinstance(each, keras.Layer):
-        for value in vars(each).values():
-            if isinstance(value, _IN_LAYERS) or not _is_of_a_library(type(value).__module__):
-                yield value
-    elif not _is_of_a_library(type(each).__module__):
+        held = vars(each).values()
+        yield from (value for value in held if isinstance(value, _IN_LAYERS) or not _is_of_a_library(type(value)))
+    elif not _is_of_a_library(type(each)):
         yield from list(getattr(each, "__dict__", {}).values())[:_MAX_ITEMS]
 
 
@@ -343,7 +340,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     yield getattr(function, "__wrapped__", None)
     # The cell of a name that is not defined yet is empty.
     enclosed = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    if _is_of_a_library(function.__module__ or ""):
+    if _is_of_a_library(function):
         # Keras' step of `predict` encloses its model.
         yield from (each for each in enclosed if isinstance(each, keras.Layer) and not is_built(each))
         return
@@ -362,5 +359,5 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _is_of_a_library(module: str) -> bool:
-    return module.split(".")[0] in _LIBRARIES
+def _is_of_a_library(made: Any) -> bool:
+    return (made.__module__ or "").split(".")[0] in _LIBRARIES

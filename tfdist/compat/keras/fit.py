@@ -156,9 +156,7 @@ def _length(epochs: Any) -> int | None:
     return epochs.steps_per_epoch or epochs._num_batches
 
 
-def _rest_of_epoch(
-    epochs: Any, step: int, batches: int, begin: Callable[[], None], before: Any
-) -> Iterator[tuple[int, int, Any]]:
+def _rest_of_epoch(epochs: Any, step: int, batches: int, begin: Callable[[], None], before: Any) -> Iterator[Any]:
     """Replaces Keras' `_enumerate_iterator` for one epoch, beginning at a step; see `begin_within_epoch`."""
     patching.remove(epochs, "_enumerate_iterator")
     if before is not None:
