@@ -37,8 +37,7 @@ def test_error_of_a_file_that_cannot_be_written_names_it(tmp_path: pathlib.Path,
 def test_links_are_followed_and_what_is_no_file_is_written_at_once(tmp_path: pathlib.Path):
     (tmp_path / "link").symlink_to("real")
     _files.write(tmp_path / "link", "x")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real").read_text() == "x"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "x"
     reader, writer = os.pipe()
     _files.write(f"/dev/fd/{writer}", "y")
     os.close(writer)
@@ -49,6 +48,7 @@ def test_links_are_followed_and_what_is_no_file_is_written_at_once(tmp_path: pat
     with (tmp_path / "real").open("ab") as file:
         _files.write(f"/dev/fd/{file.fileno()}", "z")
     assert (tmp_path / "real").read_text() == "xz"
+    _files.write("/dev/stderr", "")
 
 
 @pytest.mark.parametrize(("permissions", "expected"), [(None, 0o640), (0o644, 0o644)])

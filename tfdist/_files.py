@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import IO
 
 # By a descriptor of this process: opened anew, a file would be emptied.
-_OPENED = re.compile(r"/dev/(?:fd/([0-9]+)|std(o)ut|std(e)rr)")
+_OPENED = re.compile(r"/dev/(?:fd/([0-9]+)|std([oe])(?:ut|rr))")
 
 
 @contextlib.contextmanager

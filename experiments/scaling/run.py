@@ -64,7 +64,7 @@ def _predict(rows: list[Row], path: pathlib.Path) -> list[dict[str, Any]]:
     for model in sorted({row.model for row in rows} - set(calibration.models)):
         print(f"run.py: {path}: no row of {model} has up to {limit} devices; it is left out", file=sys.stderr)
     has_seen = any(row.devices > row.devices_per_machine for row in known)
-    source = "flag" if FLAGS.network_gbits else "stated" if rows[0].network_gbits else "assumed"
+    source = "flag" if FLAGS.network_gbits else "stated" if any(row.network_gbits for row in known) else "assumed"
     print(
         f"{path.name}: calibrated on {len(known)} rows of up to {limit} devices; links between machines: "
         f"{calibration.network / 0.125e9:g} Gbit/s {source}" + (", then fitted" if has_seen else ", not seen in them")

@@ -208,6 +208,7 @@ _IN_LAYERS = (*_KERAS, list, tuple, dict)
 # Libraries whose objects hold none of a user's.
 _LIBRARIES = ("tensorflow", "keras", "tfdist", "numpy", "builtins", "collections", "threading", "pathlib", "weakref")
 _MAX_OBJECTS = 3000
+_OPTIMIZERS = "optimizers of a step"
 _MAX_ITEMS = 200
 
 
@@ -223,20 +224,21 @@ def used_by(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     return [each for each in seen.values() if isinstance(each, _KERAS)]
 
 
-def note_optimizers(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+def note_optimizers(strategy: tf.distribute.Strategy, model: keras.Model, anew: bool) -> None:
     """Makes the optimizers of a train step that are no attributes of the model, such as globals, a list in one.
 
-    So `optimizers_of` finds them. Those that models of no strategy were compiled with are theirs.
+    So `optimizers_of` finds them. Those that models of no strategy were compiled with are theirs. Once, or anew.
     """
-    if not is_overridden(model, "train_step"):
+    kept = models.kept_until_compiled(model)
+    if not is_overridden(model, "train_step") or (_OPTIMIZERS in kept and not anew):
         return
     own = [value for kind in type(model).__mro__ if not _is_of_a_library(kind) for value in vars(kind).values()]
     methods = [each for each in own if isinstance(each, types.FunctionType)]
     found = used_by(model.train_step, *methods)
     theirs = [id(getattr(each, "optimizer", None)) for each in found if isinstance(each, keras.Model)]
     in_scope = lambda made: all(scope.belongs_to(strategy, each) for each in made.variables)  # noqa: E731
-    optimizers = [each for each in found if isinstance(each, keras.optimizers.Optimizer)]
-    own = [each for each in optimizers if id(each) not in theirs or in_scope(each)]
+    own = [o for o in found if isinstance(o, keras.optimizers.Optimizer) and (id(o) not in theirs or in_scope(o))]
+    kept[_OPTIMIZERS] = True
     patching.put(model, "_tfdist_optimizers", own)
 
 

@@ -46,7 +46,7 @@ def begin(strategy: tf.distribute.Strategy, call: calls.Call, alone: str) -> Non
         optimizer = getattr(call.model, "optimizer", None)
         # Before Keras builds the optimizer. Calls with single batches need nothing from then on.
         if call.kind in ("fit", "evaluate") or (optimizer is not None and not optimizer.built):
-            take_over(strategy, call.model)
+            take_over(strategy, call.model, anew=call.kind == "fit")
     elif alone and call.trains and call.strategy is None:
         raise RuntimeError(_without_scope(call, alone))
 
@@ -62,13 +62,13 @@ def warn(call: calls.Call, alone: str) -> None:
     warnings.warn(_without_scope(call, alone), RuntimeWarning, stacklevel=4)
 
 
-def take_over(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+def take_over(strategy: tf.distribute.Strategy, model: keras.Model, anew: bool = False) -> None:
     """Moves a model's optimizers, metrics and losses into the scope; on several workers, all of them call this alike.
 
     Raises:
       ValueError: an optimizer was built outside of the scope.
     """
-    rehearsal.note_optimizers(strategy, model)
+    rehearsal.note_optimizers(strategy, model, anew)
     for optimizer in optimizers_of(model):
         scope.take_over(strategy, optimizer)
         scope.check_made_in_scope(strategy, optimizer.variables)

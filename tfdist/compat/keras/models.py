@@ -305,14 +305,9 @@ _WEIGHT = "_tfdist_weight_of_numbers"
 
 def means_in(metrics: Sequence[Any]) -> list[Any]:
     """The metrics among these, and within them, that are a `keras.metrics.Mean`."""
-    found: dict[int, Any] = {}
-    waiting = list(metrics)
-    while waiting:
-        metric = waiting.pop()
-        if id(metric) not in found:
-            found[id(metric)] = metric
-            waiting += [*getattr(metric, "_metrics", ()), *getattr(metric, "metrics", ())]
-    return [metric for metric in found.values() if isinstance(metric, keras.metrics.Mean)]
+    parts = [part for each in metrics for name in ("_metrics", "metrics") for part in getattr(each, name, ())]
+    found = [*(each for each in metrics if isinstance(each, keras.metrics.Mean)), *(means_in(parts) if parts else ())]
+    return list({id(each): each for each in found}.values())
 
 
 def weighed_numbers(mean: Any, weight: Callable[[bool], Any]) -> tuple[Any, str, Any]:

@@ -126,13 +126,14 @@ without_recording = record.stop_recording
 class ServerVariable(ps_values.CachingVariable):
     """A variable that stands before one on a parameter server.
 
-    Attributes:
-      stored: the variable on the parameter server.
+    Args:
+      variable: the one on the parameter server.
     """
 
-    def __init__(self, stored: Any) -> None:
-        super().__init__(stored)
-        self.stored = stored
+    @property
+    def stored(self) -> Any:
+        """The variable on the parameter server."""
+        return self.get()
 
     def serialized(self) -> dict[str, Any]:
         """Returns the tensors that a checkpoint saves of the variable on the parameter server."""
