@@ -268,6 +268,7 @@ class Conformance(Numbers):
         def failing(model: Any, given: Any) -> None:
             raise LookupError("my own words")
 
+        failing.__name__ = method
         with strategy.scope():
             model = type("Failing", (OwnStep,), {method: failing})()
             if method == "train_step":

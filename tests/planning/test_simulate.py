@@ -304,10 +304,7 @@ ANY: Any = simulation
         (lambda: simulate(ClusterModel(servers=0, compute=constant(1.0))), "needs a parameter server"),
         (lambda: simulate(ClusterModel(compute=constant(1.0)), strategy="Other"), "strategy must be one of"),
         (lambda: simulate(ClusterModel(workers=2), strategy="MirroredStrategy"), r"use ClusterModel\(workers=1\)"),
-        (
-            lambda: simulate(ClusterModel(2, compute=constant(1.0)), policies=[tfdist.Warmup(epochs=1)]),
-            "must say how long an epoch is",
-        ),
+        (lambda: simulate(ClusterModel(2, compute=constant(1)), policies=[tfdist.Warmup(epochs=1)]), "must say how"),
     ],
 )
 def test_invalid_input_is_one_line_that_names_it(make: Any, message: str | None):
