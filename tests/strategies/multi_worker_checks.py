@@ -183,10 +183,7 @@ def test_data_of_which_nobody_knows_whose_they_are_are_refused(
     numbers = ((number, number) for number in NUMBERS)
     generated = tf.data.Dataset.from_generator(lambda: numbers, output_signature=signature)
     for make, message in (
-        (
-            lambda: with_policy(generated.batch(4), "OFF"),
-            "a Python generator, or what is too large, may be",
-        ),
+        (lambda: with_policy(generated.batch(4), "OFF"), "a Python generator, or what is too large, may be"),
         (lambda: with_policy(pairs().batch(4), "HINT"), "AutoShardPolicy.HINT and without dataset.shard"),
         (lambda: with_policy(pairs().batch(4), "OFF" if index() else "AUTO"), "must be given the same data set"),
         (

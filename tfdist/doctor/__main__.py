@@ -298,11 +298,7 @@ def rules(cluster: Cluster, user: int) -> str:
         if of_version := sorted(str(host) for host in hosts if host.version == version):
             allowed.append(f"    {name} saddr {{ {', '.join(of_version)} }} {to_ports} accept")
     return _SCRIPT.format(
-        task=cluster.task,
-        table=f"tfdist_{ports[0]}",
-        user=user,
-        to_ports=to_ports,
-        allowed="\n".join(allowed),
+        task=cluster.task, table=f"tfdist_{ports[0]}", user=user, to_ports=to_ports, allowed="\n".join(allowed)
     )
 
 

@@ -265,11 +265,7 @@ class AsynchronousEngine(Engine):
         return logs
 
     def call(
-        self,
-        program: Program,
-        tensors: Sequence[tf.Tensor],
-        feed: WorkerFeed | None = None,
-        batch: Batch | None = None,
+        self, program: Program, tensors: Sequence[tf.Tensor], feed: WorkerFeed | None = None, batch: Batch | None = None
     ) -> list[np.ndarray]:
         """Queues a step and waits for its own result."""
         return self.wait_for(self.start(program, tensors, feed, batch))
@@ -280,11 +276,7 @@ class AsynchronousEngine(Engine):
         return self.call(Program(strategy, _itself, (handle,), {}, feed.in_step), [], feed)
 
     def start(
-        self,
-        program: Program,
-        tensors: Sequence[tf.Tensor],
-        feed: WorkerFeed | None = None,
-        batch: Batch | None = None,
+        self, program: Program, tensors: Sequence[tf.Tensor], feed: WorkerFeed | None = None, batch: Batch | None = None
     ) -> concurrent.futures.Future:
         """Queues a step; returns a future of its result, which is None if no data were left."""
         result: concurrent.futures.Future = concurrent.futures.Future()

@@ -319,11 +319,7 @@ def _counters(model: keras.Model) -> list[Any] | None:
 
 
 def step_alone(
-    strategy: Any,
-    step: Step,
-    parts: Sequence[ReplicaPart],
-    hand_in: Callable[..., None],
-    sums: losses.Sums,
+    strategy: Any, step: Step, parts: Sequence[ReplicaPart], hand_in: Callable[..., None], sums: losses.Sums
 ) -> list[Any]:
     """Makes a step on each replica of this worker; in cross-replica context, in a graph or eagerly.
 

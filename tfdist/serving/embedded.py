@@ -93,11 +93,7 @@ class Attachment:
 
 
 def attach(
-    cluster: Cluster | None,
-    num_workers: int,
-    num_ps: int,
-    start_timeout_secs: float,
-    num_cpus: int = 1,
+    cluster: Cluster | None, num_workers: int, num_ps: int, start_timeout_secs: float, num_cpus: int = 1
 ) -> Attachment:
     """Waits for the tasks of `cluster`, or starts an embedded cluster of local processes.
 

@@ -123,12 +123,7 @@ class Formula:
             inputs = [name for name in node.input if not name.startswith("^")]
             del node.input[:]
             node.input.extend(inputs)
-        (found,) = tf.graph_util.import_graph_def(
-            definition,
-            given,
-            return_elements=[self._log.name],
-            name="logs",
-        )
+        (found,) = tf.graph_util.import_graph_def(definition, given, return_elements=[self._log.name], name="logs")
         return found
 
     def _collect(self, known: set[Any]) -> None:

@@ -173,8 +173,7 @@ def _line() -> str:
 
 
 def build_in_scope(
-    strategy: tf.distribute.Strategy,
-    redirect: Callable[[tf.distribute.Strategy], contextlib.AbstractContextManager],
+    strategy: tf.distribute.Strategy, redirect: Callable[[tf.distribute.Strategy], contextlib.AbstractContextManager]
 ) -> None:
     """Makes layers that are created in this strategy's scope from now on build their variables in it.
 

@@ -250,8 +250,7 @@ def _in_order(iterator: Any, device: Any = None) -> Any:
 
 
 _DIRECTLY = tf.distribute.InputOptions(
-    experimental_fetch_to_device=False,
-    experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+    experimental_fetch_to_device=False, experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA
 )
 
 
