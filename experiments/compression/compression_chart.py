@@ -25,6 +25,7 @@ STYLES = {
     "TopK": ("#009E73", "D"),
     "SignSGD": ("#CC79A7", "P"),
     "PowerSGD": ("#D55E00", "v"),
+    "PowerSGD, 4 bits": ("#882255", "<"),
 }
 WANTED_SHARE, WANTED_BEHIND = 1e-3, 0.005
 # Accuracies below it are drawn on the lower edge and labelled with their value.
@@ -58,7 +59,7 @@ def save(output_dir: pathlib.Path, summary: Mapping[str, Mapping[str, Any]], net
         lines.keys(),
         loc="outside lower center",
         frameon=False,
-        ncols=len(lines) if len(drawn) > 1 else 3,
+        ncols=4 if len(drawn) > 1 else 3,
     )
     figure.savefig(output_dir / "compression.png", dpi=110)
     plt.close(figure)

@@ -26,6 +26,7 @@ CODECS: tuple[Codec, ...] = (
     TopK(0.02, warmup=3, momentum=0.5, values="float16"),
     SignSGD(),
     PowerSGD(8, min_compression=1.0),
+    PowerSGD(2, bits=4),
 )
 GATHERED = [codec for codec in CODECS if isinstance(codec, GatheredCodec)]
 SHAPES = ((7, 5), (), (3, 0, 2), (300, 40), (2, 3, 4, 5), (257,))

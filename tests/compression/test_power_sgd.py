@@ -14,15 +14,6 @@ pytestmark = pytest.mark.devices
 SHAPE = (24, 40)
 
 
-def gram_schmidt(p: np.ndarray) -> np.ndarray:
-    columns: list[np.ndarray] = []
-    for column in p.T:
-        for other in columns:
-            column = column - other * (other @ column)
-        columns.append(column / np.linalg.norm(column))
-    return np.array(columns).T
-
-
 def test_workers_follow_the_algorithm_in_numpy():
     """Algorithms 1 and 2 of arXiv 1905.13727, with sums in place of means."""
     rng = np.random.default_rng(0)
@@ -33,7 +24,7 @@ def test_workers_follow_the_algorithm_in_numpy():
     for _ in range(4):
         gradients = [rng.standard_normal(SHAPE) for _ in range(2)]
         matrices = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
-        p = gram_schmidt(sum(m @ q for m in matrices))
+        p = np.linalg.qr(sum(m @ q for m in matrices)).Q
         own = [m.T @ p for m in matrices]
         q = sum(own) / 2
         errors = [m - p @ each.T for m, each in zip(matrices, own, strict=True)]
@@ -82,6 +73,17 @@ def test_bytes_are_those_of_both_factors_and_of_small_tensors():
     assert sent == 4 * (2 * (24 + 40) + 2 * (144 + 32) + 40 + 1 + 16)
 
 
+def test_four_bits_round_values_to_15_levels_of_their_column():
+    codec, rng = PowerSGD(2, bits=4), np.random.default_rng(3)
+    tensors = [tf.constant(rng.standard_normal(shape), tf.float32) for shape in (SHAPE, (9,))]
+    sums, states, sent = simulated.exchange(codec, [tensors], [codec.init([tf.TensorSpec(t.shape) for t in tensors])])
+    assert sent == 4 * (2 + 2 + 1) + (2 * (24 + 40) + 9 + 1) // 2
+    step = 0.335 * np.sqrt(np.mean(np.square(tensors[1])))
+    rounded = np.clip(np.round(tensors[1] / step), -7, 7) * step
+    np.testing.assert_allclose(sums[0][1], rounded, atol=1e-6)
+    np.testing.assert_allclose(states[0]["residual/1"], tensors[1] - rounded, atol=1e-6)
+
+
 def test_encode_and_decode_refer_to_exchange():
     with pytest.raises(TypeError, match=r"PowerSGD\(rank=2\) needs more than one message; call exchange"):
         PowerSGD(2).encode([], {})
@@ -98,3 +100,5 @@ def test_ranks_below_1_are_refused(rank: object):
 def test_compressions_below_1_are_refused():
     with pytest.raises(ValueError, match="must be at least 1"):
         PowerSGD(2, min_compression=0.5)
+    with pytest.raises(ValueError, match="must be 4 or 32"):
+        PowerSGD(2, bits=8)

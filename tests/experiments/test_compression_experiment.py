@@ -47,9 +47,7 @@ def _summary(half: float = 0.5, share: float = 0.0009, accuracy: float = 0.99) -
     return {
         "dense-none": _row("uncompressed", "uncompressed", 1.0, 0.994),
         "dense-float16": _row("HalfPrecision(dtype='float16')", "HalfPrecision", half, 0.994),
-        "dense-threshold-2e-3": _row(
-            "Threshold(max_density=0.0025)", "Threshold, adaptive", share=share, accuracy=accuracy
-        ),
+        "dense-threshold-2e-3": _row("Threshold(max_density=0.0025)", "Threshold, adaptive", share, accuracy),
     }
 
 
@@ -89,8 +87,8 @@ def test_missed_all_targets_met_is_empty(compression_runs: ModuleType) -> None:
     ("summary", "start"),
     [
         ({"half": 0.6}, "dense: HalfPrecision(dtype='float16') sends 0.6000 of the bytes"),
-        ({"share": 0.002}, "dense: no adaptive Threshold sends at most 1/1,000 of"),
-        ({"accuracy": 0.95}, "dense: no adaptive Threshold sends at most 1/1,000 of"),
+        ({"share": 0.002}, "dense: no codec sends at most 1/1,000 of"),
+        ({"accuracy": 0.95}, "dense: no codec sends at most 1/1,000 of"),
     ],
 )
 def test_missed_expectation_is_named(compression_runs: ModuleType, summary: dict[str, float], start: str) -> None:
