@@ -152,9 +152,10 @@ def _multi_worker_independent() -> Loop:
     """Keras without a strategy, in a process that is set up as those of `_multi_worker_tfdist`."""
     import tensorflow as tf
 
-    _tfdist()
-    # As a launched worker has it: what the allocator saves is not the cost of distribution.
-    os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
+    from tfdist import _machine
+
+    # As a launched worker does: what the allocators save is not the cost of distribution.
+    _machine.keep_if_launched(few_arenas=True)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     return _one_device()
 

@@ -45,9 +45,7 @@ def trials() -> Any:
         ([[1, 2, 2, 3]], 3, 0, 1),
     ],
 )
-def test_steps_made_again_and_skipped_are_counted(
-    trials: ModuleType, attempts: list[list[int]], last: int, skipped: int, most_repeated: int
-) -> None:
+def test_steps_made_again_and_skipped_are_counted(trials, attempts, last, skipped, most_repeated) -> None:
     assert trials.step_logs.account(attempts) == trials.step_logs.Account(last, skipped, most_repeated)
 
 
@@ -65,9 +63,7 @@ def interrupted(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 
 
 @given(interrupted())
-def test_who_goes_on_from_checkpoints_repeats_at_most_one_interval(
-    trials: ModuleType, case: tuple[int, list[list[int]]]
-) -> None:
+def test_who_goes_on_from_checkpoints_repeats_at_most_one_interval(trials, case) -> None:
     save_freq, attempts = case
     found = trials.step_logs.account(attempts)
     assert found.skipped == 0
@@ -76,9 +72,7 @@ def test_who_goes_on_from_checkpoints_repeats_at_most_one_interval(
 
 
 @given(interrupted(), st.data())
-def test_a_step_left_out_before_a_later_one_is_noticed(
-    trials: ModuleType, case: tuple[int, list[list[int]]], data: st.DataObject
-) -> None:
+def test_a_step_left_out_before_a_later_one_is_noticed(trials, case, data) -> None:
     _, attempts = case
     long = [steps for steps in attempts if len(steps) > 2]
     assume(long)

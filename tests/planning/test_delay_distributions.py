@@ -41,9 +41,7 @@ def _draws(distribution: distributions.DelayDistribution, seed: int = 0) -> list
     ],
     ids=str,
 )
-def test_the_mean_is_the_one_asked_for(
-    distribution: distributions.DelayDistribution, mean: float, tolerance: float
-) -> None:
+def test_the_mean_is_the_one_asked_for(distribution, mean, tolerance) -> None:
     assert statistics.fmean(_draws(distribution)) == pytest.approx(mean, rel=tolerance)
 
 
@@ -61,9 +59,7 @@ def _lognormal_above(x: float) -> float:
     ids=["pareto", "lognormal"],
 )
 @pytest.mark.parametrize("x", [0.3, 0.6, 1.0, 2.0, 5.0])
-def test_the_tail_is_that_of_the_distribution(
-    distribution: distributions.DelayDistribution, above: Callable[[float], float], x: float
-) -> None:
+def test_the_tail_is_that_of_the_distribution(distribution, above, x) -> None:
     share = sum(secs > x for secs in _draws(distribution)) / COUNT
     # Four standard deviations of a share of so many.
     assert share == pytest.approx(above(x), abs=4 * 0.5 / math.sqrt(COUNT))
@@ -82,9 +78,7 @@ def test_a_draw_is_the_same_for_ever() -> None:
 
 
 @given(distribution=ANY_DISTRIBUTION, seed=st.integers(), replica=NUMBERS, attempt=NUMBERS)
-def test_draws_are_finite_determined_and_survive_json(
-    distribution: distributions.DelayDistribution, seed: int, replica: int, attempt: int
-) -> None:
+def test_draws_are_finite_determined_and_survive_json(distribution, seed, replica, attempt) -> None:
     secs = distribution.draw(seed, replica, attempt)
     assert 0 <= secs < math.inf
     again = distributions.DelayDistribution.from_dict(distribution.to_dict())

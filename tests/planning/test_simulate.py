@@ -292,6 +292,7 @@ ANY: Any = simulation
         (lambda: ANY.ClusterModel(speeds={"*": 0}), "must be a number above 0"),
         (lambda: ANY.ClusterModel(failures=[ANY.Failure(1, 1)]), "of workers 0 to 0"),
         (lambda: ANY.NetworkModel(bandwidth=-1), "must be greater than 0. Received: -1"),
+        (lambda: ANY.NetworkModel(bandwidth="10Gbitt"), "no known unit; write it like 10Gbit .* '10Gbitt'"),
         (lambda: ANY.NetworkModel(latency_secs="5"), None),
         (lambda: ANY.NetworkModel(latency_secs=float("nan")), "Received: nan"),
         (lambda: ANY.NetworkModel(queueing="random"), '"fair" or "fifo"'),
@@ -299,12 +300,17 @@ ANY: Any = simulation
         (lambda: ANY.ModelProfile(step_secs={}), "must have a batch size"),
         (lambda: ANY.ModelProfile(overlap=2), "a share from 0 to 1"),
         (lambda: ANY.CodecModel(ratio=0), "must be a number above 0"),
+        (lambda: ANY.pareto(mean=1.0, a=1.0), "there is a mean only for a > 1"),
         (lambda: ANY.empirical([]), "must be a list of durations"),
+        (lambda: simulate(ClusterModel()), "no step time is known"),
         (lambda: simulate(ClusterModel(compute=constant(1.0)), num_updates=0), "Received: num_updates=0"),
         (lambda: simulate(ClusterModel(servers=0, compute=constant(1.0))), "needs a parameter server"),
         (lambda: simulate(ClusterModel(compute=constant(1.0)), strategy="Other"), "strategy must be one of"),
         (lambda: simulate(ClusterModel(workers=2), strategy="MirroredStrategy"), r"use ClusterModel\(workers=1\)"),
-        (lambda: simulate(ClusterModel(2, compute=constant(1)), policies=[tfdist.Warmup(epochs=1)]), "must say how"),
+        (
+            lambda: simulate(ClusterModel(2, compute=constant(1.0)), policies=[tfdist.Warmup(epochs=1)]),
+            "must say how long an epoch is",
+        ),
     ],
 )
 def test_invalid_input_is_one_line_that_names_it(make: Any, message: str | None):
