@@ -115,7 +115,6 @@ _HANDING_ON_ANY = {
     "ssh": ("an option of ssh", ".", "{option}"),
 }
 _MEET = "leave it out, because tasks learn from the launcher where they meet"
-_UNUSED = "leave it out, because there is nothing to set"
 _NODES = "nnodes|nodes|num_nodes|num_machines|N"
 _PER_HOST = r"(n?tasks|nproc)_per_node|npernode|ppn|slots(_per_host)?"
 # What no flag is for: a flag by which the commands are known ("" for those that take a path), names, and the remedy.
@@ -126,7 +125,6 @@ _NO_FLAG = (
     ("patch", "o|output|f|filename|overrides", "--dry_run prints the manifests, --patch=FILE changes them"),
     ("patch", "rm|i|it|t|tty|stdin|attach|wait|w|watch|follow", "a line at submission has the commands of kubectl"),
     ("gcloud", "tpu(_name|_vm)?", "write --name={name}"),
-    ("gcloud", r"tpu_\w+", _UNUSED),
     ("gcloud", r"command|(num_)?(workers?|n?nodes)|np?|nproc\w+", "SCRIPT runs on the first host, --setup on all"),
     ("patch", "limits|requests", "--cpu, --memory and --gpus_per_worker are of each pod"),
     ("patch", "task_logs|log_dir|logdir|redirects", "kubectl logs shows the output, which a line at submission names"),
@@ -159,9 +157,6 @@ _NO_FLAG = (
     ("dry_run", "no_python", "tasks run Python, whose script may start another program"),
     ("dry_run", "check(_build)?|diagnose", "tfdist doctor looks for what is wrong"),
     ("dry_run", r"max_np|max_workers|host_discovery_script|blacklist_\w+", "workers and hosts are fixed at the start"),
-    ("dry_run", r"autotune\w*|fusion_\w+|cycle_time_ms|\w*_cache|cache_\w+|hierarchical_\w+|\w*stall_\w+", _UNUSED),
-    ("dry_run", r"oversubscribe|map_by|allow_\w+|report_bindings|tag_output|prefix_\w+|log_with\w+", _UNUSED),
-    ("dry_run", r"monitor_interval|start_method|role|run_path|event_\w+|logs_specs|numa_\w+|main_\w+", _UNUSED),
 )
 # Programs that users of other launchers type before the script.
 _STARTERS = re.compile(r"python[\d.]*|torchrun|horovodrun|mpirun|mpiexec|srun", re.ASCII)
@@ -423,7 +418,7 @@ def _unknown(written: str, value: str, where: str, values: flags.FlagValues) -> 
     # A letter is the platform's own option: elsewhere it means something else.
     if not (hints and len(name) == 1) and (homes := _homes(name, value, is_launcher, bool(hints))):
         hints = [homes]
-    hints += ["flags of the script stand behind its name"] * is_launcher
+    hints += ["flags of the script stand behind its name; leave out those of another launcher"] * is_launcher
     return "; ".join([unknown, *hints[:1]])
 
 
