@@ -194,6 +194,7 @@ def test_the_last_line(monkeypatch, capsys, states, code, last):
         (["--timeout_secs=0"], "tfdist: --timeout_secs must be a number >= 0.1"),
         (["now"], "tfdist: give flags only. Received: now (see tfdist doctor --help)"),
         (["--measure"], "tfdist: --measure is for the tasks of a cluster; run tfdist launch ssh --hosts=a,b -m tfdist"),
+        (["--firewall_rules"], "tfdist: --firewall_rules is for the tasks of a cluster; run tfdist launch ssh --hosts"),
         (["--json=links.json"], "tfdist: --json is for --measure; give both. Received: --json=links.json"),
     ],
 )

@@ -11,10 +11,8 @@ import pytest
 from test_doctor import PortReservation
 
 import tfdist
-from tfdist.doctor import __main__ as doctor
 from tfdist.doctor import measure as doctor_measure
 from tfdist.doctor.measure import MeasuredLink
-from tfdist.launchers import requests
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +60,6 @@ def test_a_task_of_another_cluster_is_named_as_such(capsys):
 
 def test_one_task_alone_has_no_link(capsys):
     cluster = tfdist.Cluster({"worker": ["127.0.0.1:1"]}, tfdist.Task("worker", 0))
-    with pytest.raises(requests.LaunchError, match="no TF_CONFIG"):
-        doctor.main(["--measure"])
     assert doctor_measure.measure_as_task({"TF_CONFIG": cluster.to_tf_config()}, 1.0) == 1
     assert "worker:0 has no other task" in capsys.readouterr().err
 

@@ -84,12 +84,6 @@ def test_doctor_prints_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "not to be shown" not in text
 
 
-def test_doctor_without_a_cluster_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    assert cli.main(["doctor", "--firewall_rules"]) == 2
-    assert capsys.readouterr().err.endswith("Received: no TF_CONFIG\n")
-
-
 # Machines, each a network namespace: two of a job, and a stranger's.
 
 
