@@ -101,5 +101,3 @@ def test_the_launcher_shares_them_out(monkeypatch, capsys, tmp_path):
     assert local.main(["--dry_run", str(tmp_path / "train.py")]) == 0
     out = capsys.readouterr().out
     assert "CUDA_VISIBLE_DEVICES=3 " in out and "CUDA_VISIBLE_DEVICES=1 " in out
-    with pytest.raises(requests.LaunchError, match="--gpus_per_worker=2 needs 4 GPUs"):
-        local.main(["--dry_run", "--gpus_per_worker=2", str(tmp_path / "train.py")])
