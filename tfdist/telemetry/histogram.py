@@ -68,7 +68,8 @@ class Histogram:
         for bucket, count in sorted(self._buckets.items()):
             seen += count
             if seen >= rank:
-                return min(max(_middle(bucket), self.least), self.most)
+                middle = 0.0 if bucket == _ZERO else 2 * _GAMMA**bucket / (_GAMMA + 1)
+                return min(max(middle, self.least), self.most)
         return 0.0
 
     def buckets(self) -> list[tuple[float, int]]:
@@ -96,7 +97,3 @@ def add_rows(histograms: Sequence[Histogram], owners: np.ndarray, values: np.nda
         each.count += number
         each.total += of_values
         each.least, each.most = min(each.least, lowest), max(each.most, highest)
-
-
-def _middle(bucket: int) -> float:
-    return 0.0 if bucket == _ZERO else 2 * _GAMMA**bucket / (_GAMMA + 1)

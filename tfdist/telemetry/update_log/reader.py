@@ -81,10 +81,6 @@ class Timeline:
         is_last = len(ends) and not (self.updates.time[-1:] > self.events.event_time[ends[-1]] + _APART_SECS).any()
         return str(self.events.event_text[ends[-1]]) if is_last else ""
 
-    def update_of(self) -> np.ndarray:
-        """Returns the index of the update of each contribution: int32 [m]."""
-        return np.repeat(np.arange(len(self.updates), dtype=np.int32), self.updates.count)
-
     def total(self) -> Groups:
         """Adds up the whole timeline: one group, or none without any update."""
         updates, rows, workers = self.updates, self.contributions, len(self.workers)

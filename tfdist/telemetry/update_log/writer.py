@@ -100,7 +100,10 @@ class LogWriter:
             self._added.append((updates, contributions))
             self._num_added += len(updates) + len(contributions)
             if self._num_added > _MAX_PENDING:
-                self._leave_out()
+                # Forgets the older half of what was added since the last flush.
+                del self._added[: -(-len(self._added) // 2)]
+                self._num_added = sum(len(updates) + len(rows) for updates, rows in self._added)
+                self._has_left_out = True
 
     def event(
         self, kind: EventKind, text: str = "", worker: int = -1, time: float | None = None, secs: float = 0.0
@@ -172,12 +175,6 @@ class LogWriter:
             self._last = dataclasses.replace(newest, events=self._last.events, scalars=self._last.scalars)
             self._has_left_out = True
         return True
-
-    def _leave_out(self) -> None:
-        """Forgets the older half of what was added since the last flush."""
-        del self._added[: -(-len(self._added) // 2)]
-        self._num_added = sum(len(updates) + len(rows) for updates, rows in self._added)
-        self._has_left_out = True
 
     def _write(self) -> None:
         if self._has_left_out:
