@@ -37,13 +37,6 @@ from tfdist.launchers.slurm.exits import (
     SlurmVerdict,
 )
 
-# Letter of an option of sbatch, and its variable, which takes precedence over the #SBATCH lines of a batch script.
-_OTHER_NAMES = {
-    "time": ("t", "SBATCH_TIMELIMIT"),
-    "partition": ("p", "SBATCH_PARTITION"),
-    "output": ("o", "SBATCH_OUTPUT"),
-}
-
 
 def secs_of_limit(text: str) -> int | None:
     """Returns a time limit in seconds; None for no limit, and for text that Slurm refuses, too.
@@ -62,38 +55,6 @@ def secs_of_limit(text: str) -> int | None:
     hours, minutes, seconds = map(int, [*parts, "0", "0"][:3])
     minutes += (int(days or 0) * 24 + hours) * 60 + (seconds > 0)
     return minutes * 60 or None
-
-
-def used_by_sbatch(name: str, value: str, extra: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the value that sbatch uses for an option, and the flag or variable that sets it.
-
-    Args:
-      name: time, partition or output.
-      value: value of the flag of this name.
-      extra: values of --sbatch, which are later in the batch script.
-      env: the environment of sbatch.
-    """
-    letter, variable = _OTHER_NAMES[name]
-    found = (value, f"--{name}={value}")
-    for option in extra:
-        if matched := re.fullmatch(rf"(?:--{name}[= ]|-{letter} ?)(.*)", option):
-            found = (matched[1], f"--sbatch={option}")
-    return (env[variable], f"{variable}={env[variable]}") if env.get(variable) else found
-
-
-def check_limit(limit: str, source: str, pre_kill_secs: int) -> None:
-    """Checks that a time limit, set by the flag or variable `source`, is longer than `pre_kill_secs`.
-
-    Raises:
-      LaunchError: each run would get SIGTERM as soon as it starts.
-    """
-    secs = secs_of_limit(limit)
-    if pre_kill_secs and secs is not None and secs <= pre_kill_secs:
-        raise LaunchError(
-            f"--time is not longer than --pre_kill_secs, so each run would get SIGTERM as it begins; use a "
-            f"longer --time or a smaller --pre_kill_secs. Received: {source} ({secs} s) with "
-            f"--pre_kill_secs={pre_kill_secs}"
-        )
 
 
 _FAILURES = re.compile(r"\btfdist_failures=(\d{1,9})\b")

@@ -61,6 +61,12 @@ _IS_SHAPE = re.compile(r"--(array|nodes|ntasks)\b|-[aNn]")
 _GPU_OPTIONS = ("--gpu", "--gres", "--tres")
 # Flags of the launcher that are options of sbatch under the same name, in the order of the #SBATCH lines.
 _OPTIONS = ("partition", "account", "qos", "time", "mem", "constraint", "output")
+# Letter of an option of sbatch, and its variable, which takes precedence over the #SBATCH lines of a batch script.
+_OTHER_NAMES = {
+    "time": ("t", "SBATCH_TIMELIMIT"),
+    "partition": ("p", "SBATCH_PARTITION"),
+    "output": ("o", "SBATCH_OUTPUT"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +109,14 @@ class SlurmJob(slurm_job.Limits, StepSettings, Job):
                 f"Received: {most} tasks"
             )
         self._check_texts()
-        slurm_job.check_limit(*self.used("time"), self.pre_kill_secs)
+        limit, source = self.used("time")
+        secs = slurm_job.secs_of_limit(limit)
+        if self.pre_kill_secs and secs is not None and secs <= self.pre_kill_secs:
+            raise LaunchError(
+                f"--time is not longer than --pre_kill_secs, so each run would get SIGTERM as it begins; use a "
+                f"longer --time or a smaller --pre_kill_secs. Received: {source} ({secs} s) with "
+                f"--pre_kill_secs={self.pre_kill_secs}"
+            )
         workers = min(self.tasks_per_node, len(self.shape.computing))
         if 0 < self.gpus_per_node < workers:
             raise LaunchError(
@@ -134,7 +147,14 @@ class SlurmJob(slurm_job.Limits, StepSettings, Job):
 
     def used(self, name: str) -> tuple[str, str]:
         """Returns the value that sbatch uses for its option `time`, `partition` or `output`, and what sets it."""
-        return slurm_job.used_by_sbatch(name, getattr(self, name), self.sbatch, os.environ)
+        letter, variable = _OTHER_NAMES[name]
+        found = (getattr(self, name), f"--{name}={getattr(self, name)}")
+        # The options of --sbatch are later in the batch script.
+        for option in self.sbatch:
+            if matched := re.fullmatch(rf"(?:--{name}[= ]|-{letter} ?)(.*)", option):
+                found = (matched[1], f"--sbatch={option}")
+        value = os.environ.get(variable)
+        return (value, f"{variable}={value}") if value else found
 
 
 def plan(job: SlurmJob) -> str:
