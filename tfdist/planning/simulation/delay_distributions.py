@@ -41,10 +41,6 @@ class DelayDistribution:
     mean: float = dataclasses.field(repr=False, compare=False)
     inverse: Callable[[float, int], float] = dataclasses.field(repr=False, compare=False)
 
-    def quantile(self, uniform: float, attempt: int = 0) -> float:
-        """Returns the delay in seconds that is exceeded with probability 1 - `uniform`, a number in (0, 1)."""
-        return self.inverse(uniform, attempt)
-
     def draw(self, seed: int, replica: int, attempt: int) -> float:
         """Returns the delay of the `attempt`-th contribution (from 0) of `replica`, in seconds."""
         # A text seeds Python's generator alike in every process; a number computed from the three may collide.

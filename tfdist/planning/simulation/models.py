@@ -200,14 +200,9 @@ class ClusterModel(Checked):
                 raise ValueError(f"ClusterModel(failures=...) must be {known}. Received: {failure!r}")
 
     @property
-    def machines(self) -> int:
-        """Number of machines with workers."""
-        return math.ceil(self.workers / self.workers_per_machine)
-
-    @property
     def is_one_machine(self) -> bool:
         """True if several workers share the only machine, so that all traffic stays within it."""
-        return self.machines == 1 and self.workers_per_machine > 1
+        return self.workers_per_machine >= max(2, self.workers)
 
     def of_worker(self, name: Literal["speeds", "delays"], worker: int, default: Any) -> Any:
         """Returns the relative speed, or the delay, of a worker."""

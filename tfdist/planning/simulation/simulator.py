@@ -198,7 +198,7 @@ class ComputingTimes:
             return self.mean
         # In (0, 1), where quantiles are finite.
         uniform = self._randoms[replica].random() or 2.0**-54
-        return self._distribution.quantile(uniform, attempt) * self._scale
+        return self._distribution.inverse(uniform, attempt) * self._scale
 
     def mean_secs(self, replica: int) -> float:
         """Returns the expected seconds of one step of one device of a replica."""
