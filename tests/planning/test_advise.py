@@ -126,15 +126,12 @@ def test_a_measured_network_is_taken_from_a_file(tmp_path, capsys):
         (["--workers=0"], "--workers must be integers from 1 to 10000, such as 1,2,4,8. Received: '0'"),
         (["--workers=two"], "--workers must be integers"),
         (["--network=10Gbut"], "--network has no known unit; write it like 10Gbit or 1GB/s. Received: '10Gbut'"),
-        (["--network=-10Gbit"], "--network"),
         (["--network=10"], "--network has no known unit; write it like 10Gbit or 1GB/s. Received: '10'"),
         (["--latency=50"], "--latency has no known unit; write it like 50us or 0.1s. Received: '50'"),
         (["--network=0Gbit"], "--network must be greater than 0"),
         (["--network=none.json"], "--network can't be read: No such file or directory; write it with tfdist doctor"),
-        (["--latency=5lightyears"], "--latency has no known unit"),
         (["--price-per-hour=3"], "--price-per-hour needs --examples"),
         (["--price_per_hour=-3"], "price_per_hour"),
-        (["another.json"], "give one PROFILE or LOGDIR"),
     ],
 )
 def test_an_invalid_flag_is_one_line(tmp_path, capsys, arguments, line):

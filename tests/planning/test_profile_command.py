@@ -115,8 +115,6 @@ def test_a_process_sees_its_busy_cores():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "there is no script to run"),
-        (["-m"], "-m has no module; write -m MODULE"),
         (["absent.py"], "the script does not exist"),
         (["--output=nowhere/profile.json", __file__], "--output: the file can't be written (No such file or"),
     ],
