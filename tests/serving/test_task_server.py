@@ -14,7 +14,6 @@ import programs
 import pytest
 
 from tfdist import Cluster, Task
-from tfdist.cluster import ClusterError
 from tfdist.serving import task
 
 START = """
@@ -92,17 +91,6 @@ def of(*hosts: str) -> Cluster:
 )
 def test_workers_of_one_host_share_its_cpus(cluster: Cluster, expected: int) -> None:
     assert task.threads_per_operation(cluster, num_cpus=8) == expected
-
-
-def test_logical_cpus_of_a_server_are_checked(monkeypatch):
-    monkeypatch.delenv(task.VARIABLE, raising=False)
-    assert task.wanted() == 1
-    monkeypatch.setenv(task.VARIABLE, "2")
-    assert task.wanted() == 2
-    for wrong in ("0", "two", "", "1.5", "-1", "1000"):
-        monkeypatch.setenv(task.VARIABLE, wrong)
-        with pytest.raises(ClusterError, match=rf"TFDIST_LOGICAL_CPUS must be .* Received: '{wrong}'"):
-            task.wanted()
 
 
 @pytest.mark.processes

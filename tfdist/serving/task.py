@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from tfdist import _log, _machine, _sockets
-from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, ClusterError, Task
+from tfdist.cluster import JOB_SECRET_VARIABLE, Cluster, Task
 from tfdist.compat.tensorflow import servers
 from tfdist.coordination import keepalive, rendezvous
 from tfdist.coordination.usage import USAGE_REQUEST, Sampler
@@ -36,26 +36,6 @@ from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 VARIABLE = "TFDIST_LOGICAL_CPUS"
 # The environment variable with the paths of libraries of operations, separated as in PATH.
 LIBRARIES_VARIABLE = "TFDIST_OP_LIBRARIES"
-
-
-def wanted() -> int:
-    """Returns the value of `VARIABLE`, or 1 if it is not set.
-
-    Raises:
-      ClusterError: the value is no integer of at least 1.
-    """
-    text = os.environ.get(VARIABLE, "1")
-    if not (text.isascii() and text.isdigit() and len(text) < 4 and int(text) > 0):
-        raise ClusterError(
-            f"{VARIABLE} must be an integer from 1 to 999: the number of logical CPUs of a worker's "
-            f"server; unset it for one. Received: {text!r}"
-        )
-    return int(text)
-
-
-# Starts the server of a task, with a number of threads for its operations.
-
-
 # TensorFlow's own variable for the number of threads of an operation.
 _THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
 
@@ -67,10 +47,13 @@ def start(cluster: Cluster, num_cpus: int = 1) -> Any:
       cluster: the cluster, with this process' task.
       num_cpus: number of logical CPUs of the server.
     """
-    task = cluster.task
+    task, cpus = cluster.task, os.cpu_count() or 1
+    # A process that is bound to some of the CPUs has its share already; 0 leaves the choice to TensorFlow.
+    is_bound = _machine.usable_cpus() < cpus
+    threads = 0 if is_bound or os.environ.get(_THREADS_VARIABLE) else threads_per_operation(cluster, cpus)
     # The server's thread ends with the process, which does nothing else.
     functions = _Functions(str(task), Sampler(from_now=False).start())
-    return servers.start_server(cluster.jobs, task.type, task.index, _threads(cluster), functions, num_cpus)
+    return servers.start_server(cluster.jobs, task.type, task.index, threads, functions, num_cpus)
 
 
 class _Functions:
@@ -125,14 +108,6 @@ def threads_per_operation(cluster: Cluster, num_cpus: int) -> int:
     return -(-num_cpus // max(1, len(workers)))
 
 
-def _threads(cluster: Cluster) -> int:
-    """Returns the number of threads of an operation; 0 leaves the choice to TensorFlow."""
-    count = os.cpu_count() or 1
-    # A process that is bound to some of the CPUs has its share already.
-    is_bound = _machine.usable_cpus() < count
-    return 0 if is_bound or os.environ.get(_THREADS_VARIABLE) else threads_per_operation(cluster, count)
-
-
 # After SIGTERM a chief is lost sooner, because a launcher may be waiting to start this task again.
 _ENDING_POLL_SECS = 0.1
 _CHIEF_ENDED_SECS = 0.5
@@ -178,8 +153,11 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0, num_cpus: int = 1
             return 1
     server = None
     try:
-        server = _start_server(cluster, num_cpus)
-        if server is None:
+        try:
+            with rendezvous.naming_port(cluster):
+                server = start(cluster, num_cpus)
+        except OSError as error:
+            _log.say(f"{error.strerror}")
             return 1
         if "chief" not in cluster.jobs:
             # In an embedded cluster the process ends with its parent.
@@ -191,16 +169,6 @@ def serve(cluster: Cluster, start_timeout_secs: float = 300.0, num_cpus: int = 1
         if is_ours(mark.parent):
             shutil.rmtree(mark.parent, ignore_errors=True)
         del server
-
-
-def _start_server(cluster: Cluster, num_cpus: int) -> Any:
-    """Starts the server of this process' task; writes a line and returns None if its port is in use."""
-    try:
-        with rendezvous.naming_port(cluster):
-            return start(cluster, num_cpus)
-    except OSError as error:
-        _log.say(f"{error.strerror}")
-        return None
 
 
 @contextlib.contextmanager
@@ -309,7 +277,7 @@ def main() -> int:
         servers.load_op_libraries([path for path in os.environ.get(LIBRARIES_VARIABLE, "").split(os.pathsep) if path])
     except OSError as error:
         _log.say(f"{cluster.task} can't load operations that the program has loaded: {error}")
-    return serve(cluster, num_cpus=wanted())
+    return serve(cluster, num_cpus=int(os.environ.get(VARIABLE, "1")))
 
 
 if __name__ == "__main__":
