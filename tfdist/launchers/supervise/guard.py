@@ -123,6 +123,7 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
     for descriptor in (control, wake, parent_fd):
         if descriptor >= 0:
             poller.register(descriptor, select.POLLIN)
+    poll_ms = None if parent_fd >= 0 else int(_POLL_PARENT_SECS * 1000)
     orphaned, asked, kill_at = False, False, None
     is_signalled_too = os.environ.get(_REACHES_ALL_VARIABLE) == "1"
     while True:
@@ -135,7 +136,7 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
             kill_at = time.monotonic() + _ORPHAN_GRACE_SECS
         if kill_at is not None and time.monotonic() >= kill_at:
             _kill_group(task, signal.SIGKILL)
-        readable = {fd for fd, _ in poller.poll(_timeout_ms(orphaned, parent_fd))}
+        readable = {fd for fd, _ in poller.poll(50 if orphaned else poll_ms)}
         if wake in readable and signal.SIGTERM in os.read(wake, 4096) and not is_signalled_too:
             orphaned = asked = True  # Another program ends the guard itself.
         if parent_fd in readable or os.getppid() != parent:
@@ -145,12 +146,6 @@ def _supervise(task: int, parent: int, control: int, parent_fd: int, wake: int) 
             poller.unregister(control)
         if parent_fd in readable:
             poller.unregister(parent_fd)
-
-
-def _timeout_ms(orphaned: bool, parent_fd: int) -> int | None:
-    if orphaned:
-        return 50
-    return None if parent_fd >= 0 else int(_POLL_PARENT_SECS * 1000)
 
 
 def _pass_on(control: int, task: int) -> bool:

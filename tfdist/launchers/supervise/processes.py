@@ -120,7 +120,6 @@ class Process:
 
     Attributes:
       name: name in messages, such as "worker:1".
-      command: program and arguments.
       restart: number of tasks of this name that the supervisor had started before.
       is_muted: True if the output is not printed.
       returncode: None while the task runs; then its exit code, or -N if signal N ended it.
@@ -129,7 +128,6 @@ class Process:
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
         guard: tuple[socket.socket, Any],
         printer: _Printer,
         on_exit: Callable[[Process], None],
@@ -138,7 +136,6 @@ class Process:
     ) -> None:
         self.name = name
         self.is_muted = is_muted
-        self.command = tuple(command)
         self.restart = restart
         self.returncode: int | None = None
         self._started_at = time.monotonic()
@@ -195,7 +192,9 @@ class Process:
             while selector.get_map() and (deadline is None or time.monotonic() < deadline):
                 is_busy = deadline is not None or self._printer.tracebacks.held
                 for key, _ in selector.select(0.1 if is_busy else None):
-                    data = _read(key.fd)
+                    data = b""
+                    with contextlib.suppress(OSError):
+                        data = os.read(key.fd, 1 << 16)
                     if data:
                         self._receive(key.data, data)
                         continue
@@ -329,13 +328,6 @@ class RemoteTask:
                     signums = b"\0"
 
 
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 1 << 16)
-    except OSError:
-        return b""
-
-
 class Supervisor:
     """Starts tasks, prints their output, reports their ends in order, and ends all of them.
 
@@ -390,7 +382,7 @@ class Supervisor:
             self.tracebacks.muted.add(name)
         printer = _Printer(self._console, self._on_lines, TracebackFilter(self.tracebacks, name), env)
         guard = self._start(name, tuple(command), env)
-        process = Process(name, command, guard, printer, self._exits.put, restart, is_muted)
+        process = Process(name, guard, printer, self._exits.put, restart, is_muted)
         self._processes.append(process)
         return process
 
