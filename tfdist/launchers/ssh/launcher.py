@@ -90,13 +90,6 @@ class SshJob(SupervisedJob):
         free = [(host, slot) for host in self.hosts for slot in range(host.slots)]
         return dict(zip(self.shape.placed, free, strict=False))
 
-    @property
-    def unused(self) -> dict[str, int]:
-        """Number of slots that no task takes, by host."""
-        used = [host for host, _ in self.places.values()]
-        left = {host.login: host.slots - used.count(host) for host in self.hosts}
-        return {login: slots for login, slots in left.items() if slots}
-
 
 def plan(job: SshJob, dropped: Collection[str] = ()) -> Request:
     """Returns the local process of each task that `run_tasks` would start.
@@ -198,9 +191,9 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
     logs = command_line.from_settings(LogSettings, values)
     request = plan(job)
-    if unused := job.unused:
-        names = ", ".join(f"{slots} of {login}" for login, slots in unused.items())
-        _log.say(f"slots that no task takes: {names}; leave --num_workers away to use all")
+    used = collections.Counter(host for host, _ in job.places.values())
+    if unused := [f"{host.slots - used[host]} of {host.login}" for host in job.hosts if host.slots > used[host]]:
+        _log.say(f"slots that no task takes: {', '.join(unused)}; leave --num_workers away to use all")
 
     def start() -> int:
         for warning in preflight(job) if job.preflight_secs else []:
