@@ -62,8 +62,8 @@ class Run:
 
 
 LOCAL = (
-    *(Run("parameter_server", "", workers, 24 * workers) for workers in (1, 2, 4, 8)),
-    *(Run("multi_worker", "", workers, 30) for workers in (2, 4, 8)),
+    *(Run("parameter_server", "", workers, 24 * workers) for workers in (1, 2, 4, 8, 16)),
+    *(Run("multi_worker", "", workers, 30) for workers in (2, 4, 8, 16)),
     *(Run("parameter_server", "BackupWorkers(spares=1)", workers, 30) for workers in (4, 8)),
     *(Run("multi_worker", "ParameterAveraging(every_steps=4)", workers, 32) for workers in (2, 4, 8)),
 )
@@ -95,12 +95,13 @@ def main(argv: list[str]) -> None:
             found += rows
             cluster_runs.write(output, found)  # before anything is measured
             for row, run in zip(rows, runs, strict=True):
-                row["measured"] = _measured(run, size, pathlib.Path(folder), at)
+                made = _measured(run, size, pathlib.Path(folder), at)
+                row["measured"], row["chief_cpu_ms"] = made["steps_per_sec"], made["chief_cpu_ms_per_step"]
                 row["error"] = row["predicted"] / row["measured"] - 1
                 row["measured_at"] = time.time()
                 print(
                     f"{name:5} {run.name:50} predicted {row['predicted']:7.3f} measured {row['measured']:7.3f} steps/s "
-                    f"{row['error']:+.1%}",
+                    f"{row['error']:+.1%} chief {row['chief_cpu_ms']:.1f} ms of CPU a step",
                     flush=True,
                 )
                 cluster_runs.write(output, found)
@@ -204,7 +205,7 @@ def _predicted(run: Run, name: str, measured: profile.Profile, network: networks
     }
 
 
-def _measured(run: Run, size: str, folder: pathlib.Path, machines: Sequence[Machine]) -> float:
+def _measured(run: Run, size: str, folder: pathlib.Path, machines: Sequence[Machine]) -> dict[str, float]:
     output = folder / "measured.json"
     output.unlink(missing_ok=True)
     command = [sys.executable, str(SCRIPT), f"--strategy={run.strategy}", f"--policy={run.policy}"]
@@ -216,7 +217,7 @@ def _measured(run: Run, size: str, folder: pathlib.Path, machines: Sequence[Mach
         cluster.setdefault(task.type, []).append(_address(machine))
     commands = {task: [*machine.prefix, *command] for task, machine in zip(tasks, machines, strict=False)}
     cluster_runs.run_all(commands, cluster, _LIMIT_SECS)
-    return float(json.loads(output.read_text())["steps_per_sec"])
+    return json.loads(output.read_text())
 
 
 if __name__ == "__main__":
