@@ -186,6 +186,12 @@ class Conformance(Numbers):
         assert int(model.optimizer.iterations.numpy()) == 20
         np.testing.assert_allclose(model.predict_on_batch(X), model.predict(X, verbose=0), atol=1e-6)
 
+    def test_predictions_of_single_batch_may_have_more_rows(self, strategy: Any) -> None:
+        with strategy.scope():
+            model = TwoRowsEach([keras.Input((3,)), keras.layers.Dense(1)])
+        x = np.arange(9, dtype=np.float32).reshape(3, 3)
+        np.testing.assert_allclose(model.predict_on_batch(x), model.predict(x, verbose=0), rtol=1e-6)
+
     def test_model_compiled_again_trains_as_compiled_last(self, strategy: Any) -> None:
         with strategy.scope():
             model = dense_model()
@@ -370,6 +376,11 @@ def fitting(model: keras.Model) -> Callable[..., Any]:
 
 def predicting(model: keras.Model) -> Callable[[], Any]:
     return functools.partial(model.predict, X, batch_size=8, verbose=0)
+
+
+class TwoRowsEach(keras.Sequential):
+    def predict_step(self, data: Any) -> Any:
+        return tf.repeat(super().predict_step(data), 2, axis=0)
 
 
 class PenalizedOwn(own_models.stepping(own_models.mean_by_hand)):

@@ -357,18 +357,25 @@ def _single(strategy: tf.distribute.Strategy, given: Mapping[str, Any]) -> Itera
 
 def _own(outputs: Any, x: Any, strategy: Any) -> Any:
     """Picks the rows of outputs that this process' examples have; of several replicas in a process, those of one."""
-    copies, has_others = strategy.num_replicas_in_sync, replicas.has_other_workers(strategy)
-    if copies == 1:
-        return outputs
-    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in keras.tree.flatten(x)]
-    examples = {shape[0] for shape in shapes if len(shape)}
-    # Workers may have been given different examples: Keras orders the parts by replica, which is one for each worker.
-    index = replicas.worker_index(strategy) if has_others else 0
+    copies, workers = strategy.num_replicas_in_sync, 1
+    counts, index = [], 0
+    if replicas.has_other_workers(strategy):
+        workers, index = replicas.worker_count(strategy), replicas.worker_index(strategy)
+        # Workers may have been given different examples: the first axis of each input, of each worker.
+        axes = [np.shape(leaf)[0] for leaf in keras.tree.flatten(x) if len(np.shape(leaf))]
+        found = strategy.gather(tf.constant([axes], tf.int64), axis=0).numpy()[:workers]
+        # An input of more rows than another one is that of the examples, and not a table.
+        counts = sorted((count for count in found.T if count.sum()), key=sum, reverse=True)
 
     def own(output: Any) -> Any:
-        rows, rest = divmod(output.shape[0], copies)
-        # Other workers may have another number of examples.
-        is_clear = not rest and (not has_others or examples == {rows})
-        return output[index * rows : (index + 1) * rows] if is_clear else output
+        # Keras puts the first replica of each worker first.
+        rows, rest = divmod(output.shape[0] * workers, copies)
+        for count in [] if rest else [*counts, np.ones(workers, np.int64)]:
+            # The same number of rows for each example.
+            factor, rest = divmod(rows, count.sum())
+            if not rest:
+                start = factor * count[:index].sum()
+                return output[start : start + factor * count[index]]
+        return output
 
-    return keras.tree.map_structure(own, outputs)
+    return outputs if copies == 1 else keras.tree.map_structure(own, outputs)
