@@ -40,6 +40,24 @@ def test_the_unannounced_end_of_the_data_is_no_step(strategy):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("kind", ["data set", "generator", "resumed"])
+def test_weights_that_are_none(strategy, tmp_path: pathlib.Path, kind: str):
+    batches = [(X[start : start + 8], Y[start : start + 8], None) for start in range(0, len(X), 8)]
+    in_data_set = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(lambda x, y: (x, y, None))
+
+    def data() -> Any:
+        return (batch for batch in batches) if kind == "generator" else in_data_set
+
+    def trained(strategy: tf.distribute.Strategy, directory: str) -> list[np.ndarray]:
+        callbacks = [tfdist.callbacks.Resume(tmp_path / directory)] if kind == "resumed" else []
+        for epochs in range(1, 2 + len(callbacks)):
+            model = compiled(strategy, dense_model, lambda: OPTIMIZERS.SGD(0.1), metrics=["mae"])
+            model.fit(data(), validation_data=data(), epochs=epochs, verbose=0, callbacks=callbacks)
+        return [*model.get_weights(), *model.history.history.values(), model.evaluate(data(), verbose=0)]
+
+    assert_close(trained(strategy, "replicas"), trained(tf.distribute.get_strategy(), "alone"))
+
+
 @pytest.mark.slow
 def test_loss_divided_by_weights_is_divided_within_replicas(strategy):
     found, expected = weighed_within_parts(strategy, strategy.num_replicas_in_sync)
@@ -112,18 +130,6 @@ def test_what_run_returns_may_be_reduced_as_a_structure(strategy):
         return strategy.reduce("SUM", replica, axis=None), strategy.reduce("MEAN", replica, axis=None)
 
     assert tf.nest.map_structure(float, numbers()) == ({"id": 1.0}, {"id": 0.5})
-
-
-class TwoRowsEach(keras.Sequential):
-    def predict_step(self, data):
-        return tf.repeat(super().predict_step(data), 2, axis=0)
-
-
-def test_predictions_of_single_batch_may_have_more_rows(strategy):
-    with strategy.scope():
-        model = TwoRowsEach([keras.Input((3,)), keras.layers.Dense(1)])
-    x = np.ones((1, 3), np.float32)
-    np.testing.assert_allclose(model.predict_on_batch(x), model.predict(x, verbose=0))
 
 
 @pytest.mark.slow

@@ -289,10 +289,25 @@ def part_spec(distributed: Any) -> Any:
     """
     is_own = isinstance(distributed, DistributedDataset)
     spec = distributed.part_spec if is_own else replicas.first_spec(distributed.element_spec)
-    is_none = lambda leaf: is_optional(leaf) or getattr(leaf, "value_type", None) is type(None)  # noqa: E731
+    return without_none_specs(spec)
+
+
+def without_none_specs(spec: Any) -> Any:
+    """A structure of `tf.TypeSpec`s with None where a component is always None, or Keras has an Optional for it."""
+    is_none = lambda leaf: is_optional(leaf) or isinstance(leaf, tf.NoneTensorSpec)  # noqa: E731
     return tf.nest.map_structure(lambda leaf: None if is_none(leaf) else leaf, spec)
 
 
 def without_optionals(batch: Any) -> Any:
     """A batch with None where Keras has an empty Optional for it."""
     return tf.nest.map_structure(lambda leaf: None if is_optional(leaf) else leaf, batch)
+
+
+def without_optional_components(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A data set with None where Keras has an empty Optional for the None of a generator.
+
+    Keras itself looks for it in a whole batch, not in the parts of replicas.
+    """
+    if not any(map(is_optional, tf.nest.flatten(dataset.element_spec))):
+        return dataset
+    return dataset.map(lambda *batch: without_optionals(batch))

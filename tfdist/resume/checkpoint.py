@@ -35,7 +35,7 @@ from tfdist import _files, _log
 from tfdist.compat import patching
 from tfdist.compat.keras import calls, fit, models, optimizers, sharding
 from tfdist.compat.keras.optimizers import optimizers_of
-from tfdist.passes import progress
+from tfdist.passes import handle, progress
 from tfdist.policies.saved_state import SavedState
 from tfdist.step import one_replica
 
@@ -406,9 +406,7 @@ def build_variables(model: keras.Model, optimizers: Sequence[Sequence[int] | Non
 
 
 def _build_symbolically(model: keras.Model, element_spec: Any) -> None:
-    # Keras represents None as an optional.
-    without = lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec  # noqa: E731
-    models.build_by_keras(model, tf.nest.map_structure(without, element_spec))
+    models.build_by_keras(model, handle.without_none_specs(element_spec))
 
 
 # Position of `fit` in its data: saved in a checkpoint, and restored.

@@ -319,6 +319,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         calls.refuse_overlap(self, self._is_exclusive)
         epoch_iterator = calls.epochs_being_made()
         check_fixed_sizes(self, dataset, self.num_replicas_in_sync, self._aggregation is None)
+        if epoch_iterator is not None and isinstance(dataset, tf.data.Dataset):
+            dataset = handles.without_optional_components(dataset)
         return inputs.untuned(dataset, epoch_iterator), epoch_iterator
 
     def _prepare(self, model: keras.Model) -> None:

@@ -38,7 +38,7 @@ from tfdist.engines.streams import StreamEngine
 from tfdist.engines.transfer import plan as transfer_plan
 from tfdist.engines.transfer.encoding import Encoding
 from tfdist.passes import progress, splitting, worker_batch
-from tfdist.passes.handle import executions
+from tfdist.passes.handle import executions, without_optional_components
 from tfdist.passes.worker_batch import WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset
 from tfdist.passes.worker_pass import WorkerIterator
@@ -343,6 +343,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         if trains and self._num_workers > 1:
             _common.accept_handed_out(dataset)
             _common.check_files(dict.fromkeys(self.distribution.recorder.names, inputs.files_written(dataset)))
+        if caller is not None:
+            dataset = without_optional_components(dataset)
         own = inputs.untuned(inputs.sized(dataset, caller), caller)
         # Keras makes another data set of arrays for each call: kept with it, they would wait for the garbage collector.
         is_given = own is dataset
