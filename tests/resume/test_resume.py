@@ -68,6 +68,8 @@ def _data(kind: str) -> dict[str, Any]:
         "shuffled": {"x": shuffled},
         "endless": {"x": shuffled.repeat(), "steps_per_epoch": 7},
         "of unknown length": {"x": shuffled.filter(lambda x, y: True)},
+        "twice": {"x": shuffled.unbatch().shuffle(20, seed=4).batch(8)},
+        "twice, of known length": {"x": shuffled.shuffle(5, seed=4)},
     }[kind]
 
 
@@ -107,6 +109,9 @@ def _assert_resumed(
     [
         # At the end of an epoch, which comes as one step more where the length is not known.
         ("of unknown length", 1, 1, 12),
+        # Iterators that `fit` makes and never reads let the second shuffle draw an order, and not the first.
+        ("twice, of known length", 1, 5, 17),
+        pytest.param("twice", 1, 5, 17, marks=pytest.mark.slow),
         pytest.param("endless", 3, 7, 7, marks=pytest.mark.slow),
     ],
 )
@@ -280,6 +285,18 @@ def test_what_callbacks_remember_of_a_metric_is_kept(tmp_path: pathlib.Path, cap
     assert (best_again, waited) == (best, 0)
     assert (tmp_path / "best.keras").read_bytes() == kept
     assert "begins anew" not in capfd.readouterr().err
+
+
+def test_averages_in_the_model_are_swapped_back(tmp_path: pathlib.Path):
+    def fit(*others: keras.callbacks.Callback) -> list[np.ndarray]:
+        model = _model()
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9), "mse")
+        _fit(model, "arrays", [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), *others])
+        return _weights(model)
+
+    with pytest.raises(CutOffError):
+        fit(CutOff(12 + 1), tfdist.callbacks.Resume(tmp_path))
+    _assert_equal(fit(tfdist.callbacks.Resume(tmp_path)), fit())
 
 
 @pytest.mark.slow  # `test_what_callbacks_remember_of_a_metric_is_kept` has callbacks that are resumed.

@@ -81,6 +81,22 @@ def begin_passes(dataset: tf.data.Dataset, count: int, caches: bool = False) -> 
             iter(dataset)
 
 
+def draw_below(restart: Any, reads: int) -> None:
+    """Draws the orders of shuffles below another one, which draw when the first element is read.
+
+    Args:
+      restart: see `restart_of`. Nothing is done for data that workers of parameter servers read.
+      reads: number of iterators over it from which an element was read.
+    """
+    own = isinstance(restart, Restart) and not DatasetGraph(restart.source).caches
+    shuffle = inputs.nearest_shuffle(restart.source) if own else None
+    while shuffle is not None:
+        _, below, *_ = inputs.with_sources(shuffle)
+        shuffle = inputs.nearest_shuffle(below)
+        for _ in range(reads if shuffle is not None else 0):
+            iter(below)
+
+
 def read(dataset: tf.data.Dataset) -> None:
     """Reads a data set to its end, and forgets it; within the default device."""
     dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)

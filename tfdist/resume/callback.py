@@ -85,6 +85,8 @@ class Resume(keras.callbacks.Callback):
         self._position: checkpoint.DataPosition | None = None
         self._step = self._saved_step = 0
         self._epoch = self._epoch_step = 0
+        # True while callbacks have averages in the place of the model's weights.
+        self._has_averages = False
         # Restored values of the metrics in the resumed epoch, until Keras has reset the metrics.
         self._metrics: list[np.ndarray] | None = None
         # What other callbacks remembered, until they have begun; and whether their `fit` had ended.
@@ -106,6 +108,7 @@ class Resume(keras.callbacks.Callback):
             call.ends.append(self._raised)
         slurm_exits.note_resumable()
         self._metrics = self._remembered = None
+        self._has_averages = False
         self._step = self._epoch = self._epoch_step = 0
         # Changes by other callbacks at the end of an epoch, such as of the learning rate, belong into the checkpoint.
         checkpoint.put_last(self.model, self)
@@ -125,6 +128,7 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Restores the metrics in a resumed epoch, and what other callbacks remember."""
         del logs
+        self._has_averages = False
         self._expect_position().began()
         if self._remembered is not None:
             for name in checkpoint.remind(self.model, *self._remembered):
@@ -157,6 +161,7 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Saves if a checkpoint is due; saves and ends the program after a signal."""
         del logs
+        self._has_averages = bool(checkpoint.swapping(self.model))
         self._epoch, self._epoch_step = epoch + 1, 0
         if self._is_due():
             self._leave()
@@ -217,6 +222,7 @@ class Resume(keras.callbacks.Callback):
             "policies": strategy_state.state(),
             "workers": of_workers,
             "callbacks": checkpoint.remembered_by(self.model),
+            "has_averages": self._has_averages,
             # Number of epochs of a `fit` that has ended, by itself or stopped early.
             "ended": self.params["epochs"] if is_end else None,
             "keras": keras.__version__,
@@ -269,6 +275,14 @@ class Resume(keras.callbacks.Callback):
         variables, metrics = checkpoint.variables_of(self.model), checkpoint.metrics_of(self.model)
         checkpoint.check_same(state["variables"], checkpoint.describe_variables(variables), self._path)
         arrays = newest.arrays if newest else ()
+        self._has_averages, swapping = state.get("has_averages", False), checkpoint.swapping(self.model)
+        if self._has_averages and not swapping:
+            self._announce(
+                "the checkpoint has averages of SwapEMAWeights for weights; without it `fit` goes on from them"
+            )
+        for each in swapping:
+            # Marks what is restored next as averages, which the callback swaps back when the epoch begins; or as none.
+            each.on_epoch_end(-1) if self._has_averages else each.on_epoch_begin(0)
         checkpoint.assign(self.model, variables, arrays[: len(variables)], agreement)
         num_others = len(variables) + len(state["metrics"])
         saved_state = checkpoint.saved_state_of(self.model)

@@ -426,6 +426,7 @@ class Place:
       num_iterators: number of iterators made over the data.
       batches: number of batches taken from the last iterator.
       num_batches: number of batches in a pass over the data; None if unknown.
+      num_read: number of iterators before the one to continue with from which batches were taken.
     """
 
     epoch: int
@@ -433,6 +434,7 @@ class Place:
     num_iterators: int
     batches: int
     num_batches: int | None
+    num_read: int = 0
 
 
 class DataPosition:
@@ -456,6 +458,8 @@ class DataPosition:
         self._epochs = found
         # Number of iterators that `fit` has made, and number of those made before the interruption.
         self._num_iterators = self._num_iterators_before = 0
+        # Number of iterators before the newest from which batches were taken.
+        self._num_read = 0
         # Data set of the next iterator, once, in place of the whole data set.
         self._next: Any = None
         self._first_epoch = calls.first_epoch_of(model)
@@ -475,7 +479,8 @@ class DataPosition:
         if not is_between and not batches:
             # The iterator to continue exists, but no batch was taken from it: `fit` will make it again.
             passes -= 1
-        return Place(epoch, step, passes, batches, epochs.num_batches)
+        read = self._num_read + (is_between and epochs.batches_taken > 0)
+        return Place(epoch, step, passes, batches, epochs.num_batches, read)
 
     def _num_passes(self) -> int:
         # Some data sets count the iterators themselves, those of the rest of a resumed pass included.
@@ -498,7 +503,8 @@ class DataPosition:
         calls.begin_with_epoch(self._model, place.epoch)
         is_between = not place.batches
         before = place.num_iterators - (0 if is_between else 1) - self._num_passes()
-        rest = self._rest(max(0, before), place.batches)
+        rest = self._rest(max(0, before), place.batches, max(0, place.num_read - self._num_read))
+        self._num_read = place.num_read
         self._num_iterators_before += place.num_iterators - self._num_passes()
         if is_between:
             return
@@ -523,9 +529,10 @@ class DataPosition:
                 f"same data and batch size, or another directory. Received: {known} batches"
             )
 
-    def _rest(self, passes: int, batches: int) -> Any:
+    def _rest(self, passes: int, batches: int, reads: int) -> Any:
         restart = progress.restart_of(self._epochs.dataset)
         if restart is not None:
+            progress.draw_below(restart, reads)
             return restart.after(passes, batches)
         if batches:
             _log.say(
@@ -537,6 +544,7 @@ class DataPosition:
     def _counting(self, data: Callable[[], Any]) -> Callable[[], Any]:
         def data_of_next() -> Any:
             self._num_iterators += 1
+            self._num_read += self._epochs.batches_taken > 0
             rest, self._next = self._next, None
             return data() if rest is None else rest
 
@@ -561,6 +569,13 @@ def _callbacks_of(model: keras.Model) -> list[Any]:
     """The callbacks of the `fit` of this model in this thread."""
     fit = calls.fit_of(model)
     return [] if fit is None else fit.each_callback
+
+
+def swapping(model: keras.Model) -> list[Any]:
+    """Returns the callbacks of this `fit` that put averages in the place of the model's weights between epochs."""
+    return [
+        each for each in _callbacks_of(model) if isinstance(each, keras.callbacks.SwapEMAWeights) and each.swap_on_epoch
+    ]
 
 
 # What Keras' own callbacks remember of a metric, in public attributes: without it, a `ModelCheckpoint` writes the first
