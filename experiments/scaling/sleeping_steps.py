@@ -44,9 +44,9 @@ class Sleep(keras.layers.Layer):
             seed = tf.stack([tf.cast(tf.timestamp() * 1e6, tf.int64), tf.constant(1, tf.int64)])
             normal = tf.random.stateless_normal([], seed)
             secs = FLAGS.sleep * tf.exp(FLAGS.sigma * normal - FLAGS.sigma**2 / 2)
-            # Half of it, because it sleeps before the only element and before the end.
+            # Half of it: it sleeps before the only element and before the end. A `reduce` takes 9 ms of CPU time.
             pause = tf.data.Dataset.range(1).apply(testing.sleep(tf.cast(secs * 0.5e6, tf.int64)))
-            end = pause.reduce(tf.constant(0, tf.int64), lambda total, each: total + each)
+            end = pause.get_single_element()
         with tf.control_dependencies([end]):
             return tf.identity(inputs)
 
