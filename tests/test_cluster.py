@@ -88,12 +88,8 @@ def test_chief_without_an_address_is_the_chief_of_its_servers():
 
 def test_place_of_a_program_that_trains_alone(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    assert (str(tfdist.task()), tfdist.is_chief(), tfdist.worker_index(), tfdist.num_workers()) == (
-        "worker:0",
-        True,
-        0,
-        1,
-    )
+    place = str(tfdist.task()), tfdist.is_chief(), tfdist.worker_index(), tfdist.num_workers()
+    assert place == ("worker:0", True, 0, 1)
 
 
 def test_place_under_an_invalid_tf_config_is_an_error(monkeypatch):
@@ -135,10 +131,8 @@ def test_addresses_that_are_fine(address):
 
 
 def test_a_host_with_a_final_dot_is_the_host_without():
-    dotted, plain = (
-        read({"worker": ["a.example.com.:1", "localhost.:2"]}),
-        read({"worker": ["a.example.com:1", "localhost:2"]}),
-    )
+    dotted = read({"worker": ["a.example.com.:1", "localhost.:2"]})
+    plain = read({"worker": ["a.example.com:1", "localhost:2"]})
     assert dotted == plain
     assert dotted.to_tf_config() == plain.to_tf_config()
     with pytest.raises(ClusterError, match=r"worker\[1\] is the same address as cluster.worker\[0\]"):

@@ -253,3 +253,43 @@ def test_damaged_messages_name_their_sender(codec: GatheredCodec):
             codec.decode(tf.constant(rows), specs, senders)
         with pytest.raises(tf.errors.InvalidArgumentError, match="the message of worker:1 can't be decoded: it"):
             tf.function(lambda rows, senders=senders: codec.decode(rows, specs, senders))(tf.constant(rows))
+
+
+@pytest.mark.parametrize(
+    ("codec", "arguments", "text"),
+    [
+        (Threshold, {"tau": 0}, 'or "adaptive". Received: tau=0'),
+        (Threshold, {"tau": -1.5}, "Received: tau=-1.5"),
+        (Threshold, {"tau": float("nan")}, "Received: tau=nan"),
+        (Threshold, {"tau": 1e-50}, "range of float32"),
+        (Threshold, {"tau": "auto"}, "Received: tau='auto'"),
+        (Threshold, {"tau": True}, "Received: tau=True"),
+        (Threshold, {"min_density": 0}, "density in (0, 1]"),
+        (Threshold, {"max_density": 1.5}, "Received: max_density=1.5"),
+        (Threshold, {"min_density": 0.1}, "must not exceed max_density"),
+        (Threshold, {"clip_every": 0}, "positive number of steps, or None. Received: clip_every=0"),
+        (TopK, {"density": 0}, "TopK(density=...) must be a density in (0, 1], such as 0.001. Received: density=0"),
+        (TopK, {"density": 1.01}, "Received: density=1.01"),
+        (TopK, {"density": "auto"}, "Received: density='auto'"),
+        (TopK, {"density": float("nan")}, "Received: density=nan"),
+        (TopK, {"density": 0.1, "warmup": -1}, "number of steps, or 0. Received: warmup=-1"),
+        (TopK, {"density": 0.1, "warmup": 1.5}, "Received: warmup=1.5"),
+        (TopK, {"density": 0.1, "momentum": 1.0}, "in [0, 1). Received: momentum=1.0"),
+        (TopK, {"density": 0.1, "values": "int8"}, "Received: values='int8'"),
+        *(
+            (PowerSGD, {"rank": rank}, "PowerSGD(rank=...) must be an integer of at least 1. Received: rank=")
+            for rank in (0, -1, 1.5, True, "2", None)
+        ),
+        (PowerSGD, {"rank": 2, "min_compression": 0.5}, "must be at least 1"),
+        (PowerSGD, {"rank": 2, "bits": 8}, "must be 4 or 32"),
+        *(
+            (HalfPrecision, {"dtype": dtype}, 'must be "float16" or "bfloat16". Received: dtype=')
+            for dtype in ("float32", "half", 16, None, "")
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(codec: type[Codec], arguments: dict[str, object], text: str):
+    with pytest.raises(ValueError) as raised:
+        codec(**arguments)
+    assert text in str(raised.value)
+    assert "\n" not in str(raised.value)

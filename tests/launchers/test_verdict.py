@@ -12,45 +12,31 @@ import pytest
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.supervise.verdict import CAUSE_SECS, LEAST_SECS, FirstFailure
 
+RAISED, UNDECIDING = {"raised_secs": {"worker:0": 2.0}}, {"decides": False}
 # Each case: ends as (task, code, time, options), the first failure, and the time of the decision.
 CASES = {
     "local: the first end decides": ([("worker:1", 1, 3.0, {}), ("worker:0", 1, 3.1, {})], "worker:1", 3.0),
     "local: a task that raised first is slow to exit": (
         [
             ("worker:1", 1, 3.0, {"raised_secs": {"worker:0": 2.0, "worker:1": 2.9}}),
-            ("worker:0", 1, 3.5, {"raised_secs": {"worker:0": 2.0}}),
+            ("worker:0", 1, 3.5, RAISED),
         ],
         "worker:0",
         3.5,
     ),
-    "local: a task that raised first does not exit": (
-        [("worker:1", 1, 3.0, {"raised_secs": {"worker:0": 2.0}})],
-        "worker:1",
-        3.0 + CAUSE_SECS,
-    ),
-    "local: an exception that was caught long ago": (
-        [("worker:1", 1, 100.0, {"raised_secs": {"worker:0": 2.0}})],
-        "worker:1",
-        100.0,
-    ),
+    "local: a task that raised first does not exit": ([("worker:1", 1, 3.0, RAISED)], "worker:1", 3.0 + CAUSE_SECS),
+    "local: an exception that was caught long ago": ([("worker:1", 1, 100.0, RAISED)], "worker:1", 100.0),
     "local: a task that logged an exception and is killed": (
-        [
-            ("worker:1", 1, 9.0, {"raised_secs": {"worker:0": 2.0}}),
-            ("worker:0", -9, 9.5, {"raised_secs": {"worker:0": 2.0}}),
-        ],
+        [("worker:1", 1, 9.0, RAISED), ("worker:0", -9, 9.5, RAISED)],
         "worker:1",
         9.5,
     ),
     "local: a worker that has lost the chief ends before it": (
-        [("worker:0", 1, 3.0, {"decides": False}), ("chief:0", 1, 3.2, {})],
+        [("worker:0", 1, 3.0, UNDECIDING), ("chief:0", 1, 3.2, {})],
         "worker:0",
         3.2,
     ),
-    "local: a worker fails and the chief goes on": (
-        [("worker:0", 1, 3.0, {"decides": False})],
-        "worker:0",
-        3 + LEAST_SECS,
-    ),
+    "local: a worker fails and the chief goes on": ([("worker:0", 1, 3.0, UNDECIDING)], "worker:0", 3 + LEAST_SECS),
     "ssh: a broken connection": ([("worker:1", 255, 3.0, {}), ("worker:0", 1, 3.1, {})], "worker:1", 3.0),
     "ssh: a preempted task, and one that fails otherwise": (
         [("worker:0", TRY_AGAIN_EXIT_CODE, 3.0, {}), ("worker:1", 2, 4.0, {})],

@@ -23,6 +23,7 @@ ANY_DISTRIBUTION = st.one_of(
 )
 NUMBERS = st.integers(0, 10**6)
 COUNT = 20_000
+FROM_DICT = distributions.DelayDistribution.from_dict
 
 
 def _draws(distribution: distributions.DelayDistribution, seed: int = 0) -> list[float]:
@@ -106,28 +107,17 @@ def test_a_stall_comes_every_so_often(every: int, first: int) -> None:
         (lambda: distributions.pareto(1, "2"), "a='2'"),
         (lambda: distributions.stalls(1, 0), "every=0"),
         (lambda: distributions.stalls(1, 2.5), "every=2.5"),
+        (lambda: FROM_DICT(0.1), "0.1"),
+        (lambda: FROM_DICT({}), "constant(secs)"),
+        (lambda: FROM_DICT({"distribution": "weibull"}), "weibull"),
+        (lambda: FROM_DICT({"distribution": ["constant"]}), "['constant']"),
+        (lambda: FROM_DICT({"distribution": "constant"}), "of constant(secs), "),
+        (lambda: FROM_DICT({"distribution": "constant", "secs": 1, "s": 2}), "'s': 2"),
+        (lambda: FROM_DICT({"distribution": "pareto", "mean": 1, "a": 0.5}), "a=0.5"),
     ],
 )
-def test_invalid_parameters_are_refused(make: Callable[[], Any], named: str) -> None:
+def test_invalid_parameters_and_forms_are_refused(make: Callable[[], Any], named: str) -> None:
     with pytest.raises(ValueError, match="Received: ") as raised:
         make()
     assert named in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("form", "named"),
-    [
-        (0.1, "0.1"),
-        ({}, "constant(secs)"),
-        ({"distribution": "weibull"}, "weibull"),
-        ({"distribution": ["constant"]}, "['constant']"),
-        ({"distribution": "constant"}, "of constant(secs), "),
-        ({"distribution": "constant", "secs": 1, "s": 2}, "'s': 2"),
-        ({"distribution": "pareto", "mean": 1, "a": 0.5}, "a=0.5"),
-    ],
-)
-def test_forms_that_are_no_distribution(form: Any, named: str) -> None:
-    with pytest.raises(ValueError, match="Received: ") as raised:
-        distributions.DelayDistribution.from_dict(form)
-    assert named in str(raised.value)

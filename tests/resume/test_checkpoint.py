@@ -35,6 +35,12 @@ def _names(path: pathlib.Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
+def _newest(directory: CheckpointDirectory) -> Checkpoint:
+    found = directory.newest()
+    assert found is not None
+    return found
+
+
 def _of(step: int, value: float = 0.0) -> Checkpoint:
     return Checkpoint(step, {"epoch": step // 10}, (np.full((2, 3), value, np.float32), np.array(step)))
 
@@ -54,8 +60,7 @@ def test_what_was_saved_is_read(step: int, values: list[np.ndarray], state: dict
     with tempfile.TemporaryDirectory() as path:
         directory, said = _directory(pathlib.Path(path, "made", "when needed"))
         directory.save(Checkpoint(step, state, tuple(values)))
-        found = directory.newest()
-    assert found is not None
+        found = _newest(directory)
     assert (found.step, found.state) == (step, state)
     assert [value.tobytes() for value in found.arrays] == [value.tobytes() for value in values]
     assert [(value.shape, value.dtype) for value in found.arrays] == [(value.shape, value.dtype) for value in values]
@@ -66,9 +71,7 @@ def test_types_that_numpy_does_not_know_keep_their_bytes(tmp_path: pathlib.Path)
     directory, _ = _directory(tmp_path)
     value = np.array([1.5, -2.0], ml_dtypes.bfloat16)
     directory.save(Checkpoint(1, {}, (value,)))
-    found = directory.newest()
-    assert found is not None
-    assert found.arrays[0].view(ml_dtypes.bfloat16).tolist() == [1.5, -2.0]
+    assert _newest(directory).arrays[0].view(ml_dtypes.bfloat16).tolist() == [1.5, -2.0]
 
 
 def test_tables_are_written_and_read_by_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
@@ -83,16 +86,15 @@ def test_tables_are_written_and_read_by_rows(tmp_path: pathlib.Path, monkeypatch
         table.read_rows = lambda *rows, value=value, read=read: [read.append(rows), value[slice(*rows)]][1]
         directory.save(Checkpoint(step, {}, (np.ones(2), sharding.TableRows(table), np.zeros(3))))
         assert read == ranges
-        found = directory.newest()
-        assert found is not None and isinstance(found.arrays[1], np.memmap)
+        found = _newest(directory)
+        assert isinstance(found.arrays[1], np.memmap)
         assert found.arrays[1].tobytes() == value.tobytes()
         assert [each.shape for each in found.arrays] == [(2,), (14, 3), (3,)]
     damaged = tmp_path / "step-0000000002" / "variables.npz"
     content = bytearray(damaged.read_bytes())
     content[content.index(value[5].tobytes())] ^= 1
     damaged.write_bytes(content)
-    found = directory.newest()
-    assert found is not None and found.step == 1 and len(said) == 1
+    assert _newest(directory).step == 1 and len(said) == 1
 
 
 def test_the_newest_are_kept(tmp_path: pathlib.Path):
@@ -101,18 +103,14 @@ def test_the_newest_are_kept(tmp_path: pathlib.Path):
     for step in (5, 10, 9, 123456789012):
         directory.save(_of(step))
     assert _names(tmp_path) == ["step-0000000010", "step-123456789012"]
-    found = directory.newest()
-    assert found is not None
-    assert found.step == 123456789012
+    assert _newest(directory).step == 123456789012
 
 
 def test_one_of_the_same_step_is_replaced(tmp_path: pathlib.Path):
     directory, _ = _directory(tmp_path)
     directory.save(_of(5, 1.0))
     directory.save(_of(5, 2.0))
-    found = directory.newest()
-    assert found is not None
-    assert found.arrays[0][0, 0] == 2.0
+    assert _newest(directory).arrays[0][0, 0] == 2.0
 
 
 def test_one_that_is_being_replaced_is_kept_until_the_other_is_there(
@@ -130,9 +128,7 @@ def test_one_that_is_being_replaced_is_kept_until_the_other_is_there(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(pathlib.Path, "rename", interrupted)
         directory.save(_of(7, 2.0))
-    found = directory.newest()
-    assert found is not None
-    assert found.arrays[0][0, 0] == 1.0
+    assert _newest(directory).arrays[0][0, 0] == 1.0
     assert not said
 
 
@@ -153,9 +149,7 @@ def test_one_that_cannot_be_read_is_put_aside_and_the_one_before_is_taken(tmp_pa
         state.write_text(state.read_text()[:10])
     else:
         state.write_text("{}")
-    found = directory.newest()
-    assert found is not None
-    assert found.step == 5
+    assert _newest(directory).step == 5
     (line,) = said
     assert f"{newest} can't be read, and is put aside" in line
     assert _names(tmp_path) == ["step-0000000005", "unreadable-step-0000000010"]
@@ -180,8 +174,7 @@ for step in range(1, 10**6):
             done = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
     directory, said = _directory(tmp_path)
-    found = directory.newest()
-    assert found is not None
+    found = _newest(directory)
     assert found.step >= done
     assert (found.arrays[0] == found.step).all()
     assert not said

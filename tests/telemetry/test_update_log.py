@@ -49,18 +49,10 @@ def as_records(timeline: Timeline) -> list[records.UpdateRecord]:
     found = []
     for row, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
         time = updates.time[row].item()
-        contributions = [
-            Contribution(
-                each.worker.item(),
-                time + each.start.item(),
-                time + each.arrival.item(),
-                each.outcome.item(),
-                each.staleness.item(),
-                each.weight.item(),
-                each.held.item(),
-            )
-            for each in (gradients[index] for index in range(begin, end))
-        ]
+        contributions = []
+        for index in range(begin, end):
+            worker, start, arrival, *others, _ = (array[index].item() for array in gradients.arrays().values())
+            contributions.append(Contribution(worker, time + start, time + arrival, *others))
         columns = (getattr(updates, name)[row].item() for name in ("opened", "wait", "examples", "phase"))
         found.append(records.UpdateRecord(updates.step[row].item(), time, *columns, contributions))
     return found

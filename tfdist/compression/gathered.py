@@ -71,12 +71,9 @@ class GatheredCodec(codec.Codec, abc.ABC):
         Returns:
           The message, uint8 [length], and the new state.
         """
+        encoded = self._encode_arrays(gradients, state)
         # TensorFlow may share the memory of the old state.
-        flags, payload, new = self._encode_arrays(gradients, state) or (
-            frames.NON_FINITE,
-            [],
-            {name: value.copy() for name, value in state.items()},
-        )
+        flags, payload, new = encoded or (frames.NON_FINITE, [], {name: value.copy() for name, value in state.items()})
         return frames.build(self._origin([gradient.size for gradient in gradients]), flags, payload), new
 
     def sum_of(self, rows: np.ndarray, sizes: Sequence[int], senders: Sequence[str]) -> list[np.ndarray]:

@@ -111,15 +111,9 @@ class Threshold(gathered.GatheredCodec):
             limit = min(_CLIP * float(tau), gathered.LARGEST)
             for residual in residuals:
                 np.clip(residual, -limit, limit, out=residual)
-        return (
-            flags,
-            [_HEAD.pack(tau, count), *sent],
-            {
-                **{f"residual/{index}": residual for index, residual in enumerate(residuals)},
-                "tau": np.array([self._next_tau(float(tau), count / max(1, total))], np.float32),
-                "step": np.array([step], np.int64),
-            },
-        )
+        new = {f"residual/{index}": residual for index, residual in enumerate(residuals)}
+        new["tau"] = np.array([self._next_tau(float(tau), count / max(1, total))], np.float32)
+        return flags, [_HEAD.pack(tau, count), *sent], {**new, "step": np.array([step], np.int64)}
 
     def _add_payload(self, flags: int, payload: np.ndarray, sums: Sequence[np.ndarray]) -> None:
         tau, count = _HEAD.unpack(payload[: _HEAD.size].tobytes())

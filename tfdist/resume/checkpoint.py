@@ -498,7 +498,12 @@ class DataPosition:
         Raises:
           ValueError: the data have another length than in the checkpoint.
         """
-        self._check_length(place)
+        known = self._epochs.num_batches_given
+        if known and place.num_batches and known != place.num_batches:
+            raise ValueError(
+                f"Resume(directory): the checkpoint is of a fit over {place.num_batches} batches per pass; give the "
+                f"same data and batch size, or another directory. Received: {known} batches"
+            )
         self._epochs.num_batches = place.num_batches
         calls.begin_with_epoch(self._model, place.epoch)
         is_between = not place.batches
@@ -520,14 +525,6 @@ class DataPosition:
     def began(self) -> None:
         """Restores the model's initial epoch for a later `fit`, once this one has begun its first epoch."""
         calls.begin_with_epoch(self._model, self._first_epoch)
-
-    def _check_length(self, place: Place) -> None:
-        known = self._epochs.num_batches_given
-        if known and place.num_batches and known != place.num_batches:
-            raise ValueError(
-                f"Resume(directory): the checkpoint is of a fit over {place.num_batches} batches per pass; give the "
-                f"same data and batch size, or another directory. Received: {known} batches"
-            )
 
     def _rest(self, passes: int, batches: int, reads: int) -> Any:
         restart = progress.restart_of(self._epochs.dataset)

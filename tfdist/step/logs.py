@@ -10,7 +10,6 @@ under any key, or compute with it:
 
 from __future__ import annotations
 
-import collections
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -202,11 +201,10 @@ class Packing:
         flat = [leaf for leaf in tf.nest.flatten(self._result, expand_composites=True) if tf.is_tensor(leaf)]
         self.dtypes = [tensor.dtype for tensor in flat]
         self._shapes = [tensor.shape for tensor in flat]
-        groups: dict[tf.DType, list[int]] = collections.defaultdict(list)
+        self._scalars = {}
         for position, tensor in enumerate(flat):
             if tensor.shape.rank == 0:
-                groups[tensor.dtype].append(position)
-        self._scalars = dict(groups)
+                self._scalars.setdefault(tensor.dtype, []).append(position)
         stacked = [tf.stack([flat[i] for i in positions]) for positions in self._scalars.values()]
         packed = stacked + [tensor for tensor in flat if tensor.shape.rank != 0]
         self.num_outputs = len(packed)
@@ -221,10 +219,7 @@ class Packing:
             for value, position in zip(vector, positions, strict=True):
                 flat[position] = value
         rest = iter(values[packed:])
-        for position, value in enumerate(flat):
-            if value is None:
-                flat[position] = next(rest)
-        return flat
+        return [next(rest) if value is None else value for value in flat]
 
     def rebuild(self, flat: Sequence[Any]) -> Any:
         """Returns the structure that was packed, with these values for its tensors."""
@@ -234,8 +229,6 @@ class Packing:
             tensor.set_shape(shape) if not tf.executing_eagerly() else None
             tensors.append(tensor)
         supply = iter(tensors)
-        leaves = tf.nest.flatten(self._result, expand_composites=True)
-        for position, leaf in enumerate(leaves):
-            if tf.is_tensor(leaf):
-                leaves[position] = next(supply)
+        flat = tf.nest.flatten(self._result, expand_composites=True)
+        leaves = [next(supply) if tf.is_tensor(leaf) else leaf for leaf in flat]
         return tf.nest.pack_sequence_as(self._result, leaves, expand_composites=True)

@@ -234,17 +234,9 @@ def _before_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any
 
     def on_replica(given: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
         replica = replicas.current()
-        rows = splitting.rows(batches[replica])
-        given = transforms.on_replica(
-            optimizer,
-            given,
-            variables,
-            weights.unit(optimizer),
-            is_only=False,
-            counts=None if shares is None else shares.rows[replica] > 0,
-            contributors=weights.num_replicas,
-            examples=rows if shares is None else shares.rows[replica],
-        )
+        rows: Any = splitting.rows(batches[replica]) if shares is None else shares.rows[replica]
+        about = {"counts": None if shares is None else rows > 0, "contributors": weights.num_replicas, "examples": rows}
+        given = transforms.on_replica(optimizer, given, variables, weights.unit(optimizer), is_only=False, **about)
         return weights.weigh(given, optimizer) if is_weighed else given
 
     return on_replica

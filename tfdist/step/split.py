@@ -225,28 +225,17 @@ class SplitTrainStep:
         are_sums = is_unknown and losses.are_sums(self.model)
         for call in layout.applied:
             call.are_sums = are_sums or (is_unknown and id(call.optimizer) in self._sums.optimizers)
+        about = {"contributors": self._total_num_replicas, "examples": rows}
+        on_replica = functools.partial(self._transforms.on_replica, with_arrival=not self._arrives_at_update, **about)
         gradients = [
             times(gradient, 1.0 if call.are_sums else weight)
             for call in layout.applied
-            for gradient in self._transforms.on_replica(
-                call.optimizer,
-                self._of_whole(call, share),
-                call.trained(),
-                with_arrival=not self._arrives_at_update,
-                contributors=self._total_num_replicas,
-                examples=rows,
-            )
+            for gradient in on_replica(call.optimizer, self._of_whole(call, share), call.trained())
         ]
         layout.has_common_rows = [optimizers.are_common_rows(gradient) for gradient in gradients]
-        return ReplicaContribution(
-            gradients,
-            counts,
-            new_states,
-            self._shipped(result, told, writes, weight, functools.partial(losses.whole, share=share), is_unknown),
-            tf.convert_to_tensor(weight),
-            tf.constant(1.0),
-            tuple(maxima),
-        )
+        logs = self._shipped(result, told, writes, weight, functools.partial(losses.whole, share=share), is_unknown)
+        weight, one = tf.convert_to_tensor(weight), tf.constant(1.0)
+        return ReplicaContribution(gradients, counts, new_states, logs, weight, one, tuple(maxima))
 
     def _of_whole(self, call: Applied, share: Callable[[], Any]) -> list[Any]:
         """Returns the gradients of a call; those of a sum as an estimate of that over the whole batch."""
@@ -416,21 +405,13 @@ class SplitTrainStep:
           is_scaled: False if the scale of losses was removed.
         """
         gradients, found = iter(contribution.gradients), list[Any]()
+        about: dict[str, Any] = {"weight": weight, "staleness": staleness, "contributors": contributors}
         for call in self._layout.applied:
-            is_mean = call.are_sums or self._is_even
-            of = call.trained()
-            found += self._transforms.run(
-                (ARRIVAL,),
-                call.optimizer,
-                [next(gradients) for _ in of],
-                of,
-                1 if is_mean else tf.math.reciprocal_no_nan(contribution.weight),
-                is_scaled=is_scaled,
-                weight=weight,
-                staleness=staleness,
-                contributors=contributors,
-                examples=self._rows if is_mean else contribution.weight,
-            )
+            is_mean, of = call.are_sums or self._is_even, call.trained()
+            given = [next(gradients) for _ in of]
+            unit = 1 if is_mean else tf.math.reciprocal_no_nan(contribution.weight)
+            about |= {"is_scaled": is_scaled, "examples": self._rows if is_mean else contribution.weight}
+            found += self._transforms.run((ARRIVAL,), call.optimizer, given, of, unit, **about)
         return found
 
     def states(self) -> list[Any]:
@@ -476,13 +457,8 @@ class SplitTrainStep:
             for variable, has_gradient in zip(each.variables, each.present, strict=True):
                 with place(variable):
                     scaled.append(times(next(gradients), factor) if has_gradient else None)
-            scaled = self._transforms.at_update(
-                each.optimizer,
-                scaled,
-                each.variables,
-                contributors=total.replicas,
-                examples=functools.partial(self._examples, total),
-            )
+            about = {"contributors": total.replicas, "examples": functools.partial(self._examples, total)}
+            scaled = self._transforms.at_update(each.optimizer, scaled, each.variables, **about)
             apply(each.optimizer, scaled, each.variables)
         assign_states(len(self._layout.applied))
 
@@ -507,9 +483,7 @@ class SplitTrainStep:
     def _assigner(self, total: ReplicaContribution, assign: Assign) -> Callable[[int], None]:
         """Returns a function that assigns the states written after a number of calls of `apply`."""
         values, maxima = iter(total.states), iter(total.maxima)
-        new: list[tuple[StateWrite, tf.Tensor]] = []
-        for state in self._layout.states:
-            new.append((state, next(maxima) if state.is_extreme else next(values)))
+        new = [(state, next(maxima if state.is_extreme else values)) for state in self._layout.states]
 
         def value_of(state: StateWrite, value: tf.Tensor) -> tf.Tensor:
             if state.mode == "mean":

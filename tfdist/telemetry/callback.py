@@ -346,13 +346,9 @@ class Session:
         iterations, begun, per_iteration = self._begun
         owner = np.repeat(np.arange(len(updates)), updates.count)[rows.outcome == Outcome.ACCEPTED]
         guessed = self.examples(np.bincount(owner, minlength=len(updates)))
-        self.write_updates(
-            updates.replace(
-                step=iterations + (updates.step - begun) // per_iteration,
-                examples=np.where(updates.examples > 0, updates.examples, guessed),
-            ),
-            rows,
-        )
+        step = iterations + (updates.step - begun) // per_iteration
+        examples = np.where(updates.examples > 0, updates.examples, guessed)
+        self.write_updates(updates.replace(step=step, examples=examples), rows)
 
     def write_updates(self, updates: Updates, rows: Contributions) -> None:
         """Writes updates to the log, and an event at the end of the warmup phase."""

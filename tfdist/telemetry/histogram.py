@@ -9,6 +9,7 @@ of it that telemetry needs.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 
@@ -37,7 +38,7 @@ class Histogram:
     __slots__ = ("_buckets", "count", "least", "most", "total")
 
     def __init__(self) -> None:
-        self._buckets: dict[int, int] = {}
+        self._buckets: collections.Counter[int] = collections.Counter()
         self.count = 0
         self.total = 0.0
         self.least = math.inf
@@ -49,8 +50,7 @@ class Histogram:
 
     def merge(self, other: Histogram) -> None:
         """Adds all values of another histogram."""
-        for bucket, count in other._buckets.items():
-            self._buckets[bucket] = self._buckets.get(bucket, 0) + count
+        self._buckets.update(other._buckets)
         self.count += other.count
         self.total += other.total
         self.least = min(self.least, other.least)
@@ -86,8 +86,7 @@ def add_rows(histograms: Sequence[Histogram], owners: np.ndarray, values: np.nda
     buckets = np.where(values <= LEAST, _ZERO, buckets)
     found, counts = np.unique(owners * _SPAN + buckets - _ZERO, return_counts=True)
     for key, count in zip(found.tolist(), counts.tolist(), strict=True):
-        of_owner, bucket = histograms[key // _SPAN]._buckets, key % _SPAN + _ZERO
-        of_owner[bucket] = of_owner.get(bucket, 0) + count
+        histograms[key // _SPAN]._buckets[key % _SPAN + _ZERO] += count
     total, least, most = np.zeros(len(histograms)), np.full(len(histograms), math.inf), np.zeros(len(histograms))
     np.add.at(total, owners, values)
     np.minimum.at(least, owners, values)

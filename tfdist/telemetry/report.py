@@ -241,14 +241,10 @@ class Tally:
             secs[f"{kind}_secs"] = {
                 name: Interval.of_median(each[kind], bound) for name, each in times.items() if each[kind].count
             }
+        fields = "accepted", "dropped", "lost", "held_secs", "delay_secs", "cost_secs"
+        values = *self.counts, self.held_secs, self.delay_secs, self.cost_secs
         by_name = {
-            field: dict(zip(names, values.tolist(), strict=True))
-            for field, values in (
-                *zip(("accepted", "dropped", "lost"), self.counts, strict=True),
-                ("held_secs", self.held_secs),
-                ("delay_secs", self.delay_secs),
-                ("cost_secs", self.cost_secs),
-            )
+            field: dict(zip(names, each.tolist(), strict=True)) for field, each in zip(fields, values, strict=True)
         }
         return Report(
             updates=self.updates,
@@ -532,13 +528,8 @@ class Report:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table: the first column is aligned at the left, the others at the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            f"{cell:{'>' if index else '<'}{width}}"
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    forms = [f"{'>' if index else '<'}{width}" for index, width in enumerate(widths)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 def _listed(texts: dict[str, str], most: int = _MOST_ROWS) -> str:

@@ -148,24 +148,21 @@ def _codes(values: list[int]) -> dict[str, Any]:
     return {"containerName": "task", "operator": "In", "values": sorted(values)}
 
 
-def _wrapped(pods: Pods, role: str, host_format: str) -> tuple[str, ...]:
-    """Returns the command of the wrapper that determines the pod's task, followed by the script."""
-    wrapper = (pods.python, "-P", "-m", "tfdist.launchers.kubernetes.task", *pods.shape.arguments(), f"--role={role}")
-    numbers = {"port": pods.port, "max_restarts": pods.max_restarts, "max_preemptions": pods.max_preemptions}
-    shown = [f"--{name}={value}" for name, value in numbers.items()]
-    return (*wrapper, f"--form={pods.form}", f"--host_format={host_format}", *shown, "--", *pods.command)
-
-
 def _job_spec(
     pods: Pods, role: str, host_format: str, limits: Mapping[str, int], rules: list[dict[str, Any]]
 ) -> dict[str, Any]:
+    # Determines the pod's task, and runs the script.
+    wrapper = (pods.python, "-P", "-m", "tfdist.launchers.kubernetes.task", *pods.shape.arguments(), f"--role={role}")
+    numbers = {"port": pods.port, "max_restarts": pods.max_restarts, "max_preemptions": pods.max_preemptions}
+    shown = [f"--{name}={value}" for name, value in numbers.items()]
+    command = (*wrapper, f"--form={pods.form}", f"--host_format={host_format}", *shown, "--", *pods.command)
     return {
         "completions": pods.roles[role],
         "parallelism": pods.roles[role],
         "completionMode": "Indexed",
         **limits,
         "podFailurePolicy": {"rules": rules},
-        "template": _template(pods, role, _wrapped(pods, role, host_format)),
+        "template": _template(pods, role, command),
     }
 
 

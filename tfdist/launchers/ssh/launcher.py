@@ -146,11 +146,8 @@ def preflight(job: SshJob) -> list[str]:
         entry["gpus"] += (job.gpus_per_worker or 0) * (task in job.shape.computing)
     with concurrent.futures.ThreadPoolExecutor(min(32, len(asked)), "tfdist preflight") as pool:
         commands = {login: ssh_client.command(login, job.python, job.ssh, job.setup, "--probe") for login in asked}
-        futures = {
-            login: pool.submit(_probe, login, command, asked[login], job.preflight_secs)
-            for login, command in commands.items()
-        }
-        answers = {login: future.result() for login, future in futures.items()}
+        found = pool.map(lambda login: _probe(login, commands[login], asked[login], job.preflight_secs), asked)
+        answers = dict(zip(asked, found, strict=True))
     wrong, warnings, here = [], [], versions()
     for login, answer in answers.items():
         if isinstance(answer, str):

@@ -178,15 +178,10 @@ class Attempt:
     def _fail(self, ended: Process) -> None:
         """Notes a failure, which may be the cause of the job's end, or a consequence of it."""
         self._pending.discard(ended.name)
-        raised = self._supervisor.tracebacks.raised_secs
+        raised, decides = self._supervisor.tracebacks.raised_secs, ended.name in self._undecided
         ended_before = {name for name, each in self._latest.items() if each in self._handled and each is not ended}
-        self._first.ended(
-            ended.name,
-            ended.returncode,
-            time.monotonic(),
-            decides=ended.name in self._undecided,
-            raised_secs={name: secs for name, secs in raised.items() if name not in ended_before},
-        )
+        raised = {name: secs for name, secs in raised.items() if name not in ended_before}
+        self._first.ended(ended.name, ended.returncode, time.monotonic(), decides=decides, raised_secs=raised)
         if self._first.failure and self._first.failure.task == ended.name:
             self._failed = ended
 
@@ -253,12 +248,8 @@ class Attempt:
         The peer fails at once. The launcher's own connection to the lost host is only silent, and breaks half a minute
         later.
         """
-        probes = {}
-        for name, task in self._tasks.items():
-            if task.probe and (
-                self._latest[name].returncode is None or self._latest[name].returncode == _NO_CONNECTION
-            ):
-                probes[task.host] = task.probe
+        silent = [task for name, task in self._tasks.items() if self._latest[name].returncode in (None, _NO_CONNECTION)]
+        probes = {task.host: task.probe for task in silent if task.probe}
         self._unreachable = unreachable(probes, lambda: bool(self._received))
         lost = [name for name in self._tasks if self._host(name) in self._unreachable]
         # A process that ended sooner never had a connection.

@@ -43,9 +43,7 @@ class Notices:
         with contextlib.suppress(OSError):
             self._path = pathlib.Path(tempfile.mkdtemp(prefix=f"tfdist-notices-{os.getpid()}-")) / "notices"
             self._path.touch(mode=0o600)
-        self.env: dict[str, str] = {}
-        if self._path:
-            self.env = {NOTICES_VARIABLE: str(self._path), JOINED_VARIABLE: str(self._joined)}
+        self.env = {NOTICES_VARIABLE: str(self._path), JOINED_VARIABLE: str(self._joined)} if self._path else {}
 
     @property
     def has_joined(self) -> bool:

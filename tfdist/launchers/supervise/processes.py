@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -266,14 +267,9 @@ def start_guard(
     del name
     ours, theirs = socket.socketpair()
     try:
+        words, pipe = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *command], subprocess.PIPE
         guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *command],
-            bufsize=0,
-            stdin=theirs.fileno(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=env,
-            start_new_session=True,
+            words, bufsize=0, stdin=theirs.fileno(), stdout=pipe, stderr=pipe, env=env, start_new_session=True
         )
     except BaseException:
         ours.close()
@@ -450,26 +446,20 @@ def on_signals(numbers: Iterable[int], note: Callable[[int], object]) -> Iterato
             signal.signal(number, handler)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Printer:
     """Passes a task's lines on to the logs, and to the console without noise and with each traceback once."""
 
-    def __init__(
-        self,
-        console: Console | None,
-        on_lines: Callable[[Process, list[str], bool], None] | None,
-        tracebacks: TracebackFilter,
-        env: Mapping[str, str] | None,
-    ) -> None:
-        self._console = console
-        self._on_lines = on_lines
-        self.tracebacks = tracebacks
-        self._env = env
+    console: Console | None
+    on_lines: Callable[[Process, list[str], bool], None] | None
+    tracebacks: TracebackFilter
+    env: Mapping[str, str] | None
 
     def show(self, process: Process, lines: list[str], error: bool) -> None:
         """Takes lines of a task's output."""
-        if self._on_lines:
-            self._on_lines(process, lines, error)
-        lines = without_noise(lines, self._env)
+        if self.on_lines:
+            self.on_lines(process, lines, error)
+        lines = without_noise(lines, self.env)
         self._write(process, self.tracebacks.feed(lines) if error else lines, error)
 
     def tick(self, process: Process, is_end: bool = False) -> None:
@@ -478,9 +468,9 @@ class _Printer:
         self._write(process, lines, True)
 
     def _write(self, process: Process, lines: Sequence[str], error: bool) -> None:
-        if not lines or not self._console or process.is_muted:
+        if not lines or not self.console or process.is_muted:
             return
         prefix = f"[{process.name}] "
         if error and TRACEBACK in lines:
-            self._console.write(prefix, process.progress())
-        self._console.write(prefix, lines, error)
+            self.console.write(prefix, process.progress())
+        self.console.write(prefix, lines, error)

@@ -101,12 +101,9 @@ def empirical(samples: Sequence[float]) -> DelayDistribution:
     for each in given:
         _checked("empirical", samples=each)
     secs = tuple(sorted(map(float, given)))
-    count = len(secs)
+    mean, count = statistics.fmean(secs), len(secs)
     return DelayDistribution(
-        "empirical",
-        {"samples": secs},
-        statistics.fmean(secs),
-        lambda uniform, attempt: secs[min(int(uniform * count), count - 1)],
+        "empirical", {"samples": secs}, mean, lambda uniform, attempt: secs[min(int(uniform * count), count - 1)]
     )
 
 

@@ -173,20 +173,9 @@ class Result(Simulation):
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as JSON data, without the gradients."""
         columns = {"updates", "gradients", "links", "times"}
-        data = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in columns
-        }
-        for name in (
-            "accepted",
-            "dropped",
-            "limit",
-            "lost",
-            "mean_staleness",
-            "staleness",
-            "updates_per_sec",
-            "wait_secs",
-        ):
-            data[name] = getattr(self, name)
+        names = [field.name for field in dataclasses.fields(self) if field.name not in columns]
+        names += ["accepted", "dropped", "limit", "lost", "mean_staleness", "staleness", "updates_per_sec", "wait_secs"]
+        data = {name: getattr(self, name) for name in names}
         links = {name: dataclasses.asdict(link) for name, link in self.links.items()}
         return {**data, "links": links, "updates": len(self.updates)}
 

@@ -200,25 +200,13 @@ class Groups(Columns):
 
 def of_records(records: Sequence[UpdateRecord]) -> tuple[Updates, Contributions]:
     """Returns updates as columns, on the same clock."""
-    counts = np.array([len(each.contributions) for each in records], np.int32)
-    facts = [(*each[:6], each.reduce) for each in records]
-    step, time, opened, wait, examples, phase, reduce = np.array(facts, np.float64).reshape(-1, 7).T
-    updates = Updates.of(
-        step=step, time=time, opened=opened, wait=wait, examples=examples, phase=phase, count=counts, reduce=reduce
-    )
+    facts = np.array([(*each[:6], len(each.contributions), each.reduce) for each in records], np.float64)
+    updates = Updates.of(**dict(zip(Updates.dtypes(), facts.reshape(-1, 8).T, strict=True)))
     # Fields with a default may be left away.
     rows = [each if len(each) == 8 else (*each, 0.0) for record in records for each in record.contributions]
     flat = np.fromiter(itertools.chain.from_iterable(rows), np.float64, 8 * len(rows))
-    worker, start, arrival, outcome, staleness, weight, held, inputs = flat.reshape(-1, 8).T
-    made = np.repeat(time, counts)
-    contributions = Contributions.of(
-        worker=worker,
-        start=start - made,
-        arrival=arrival - made,
-        outcome=outcome,
-        staleness=np.minimum(staleness, np.iinfo(np.uint16).max),
-        weight=weight,
-        held=held,
-        input=inputs,
-    )
-    return updates, contributions
+    given = dict(zip(Contributions.dtypes(), flat.reshape(-1, 8).T, strict=True))
+    made = np.repeat(updates.time, updates.count)
+    given |= {"start": given["start"] - made, "arrival": given["arrival"] - made}
+    given["staleness"] = np.minimum(given["staleness"], np.iinfo(np.uint16).max)
+    return updates, Contributions.of(**given)

@@ -16,6 +16,7 @@ from tfdist.telemetry.update_log.columns import Columns, Contributions, Events, 
 # A segment that has as many is full, and its file is not written again.
 FULL = {"updates": 4096, "contributions": 16_384, "events": 1000, "scalars": 16_384}
 SUFFIX = ".npz"
+_KINDS = {"updates": Updates, "contributions": Contributions, "events": Events, "scalars": Scalars}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +32,8 @@ class Segment:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Joins consecutive segments."""
-        return cls(
-            parts[0].first if parts else 0,
-            Updates.concatenated([each.updates for each in parts]),
-            Contributions.concatenated([each.contributions for each in parts]),
-            Events.concatenated([each.events for each in parts]),
-            Scalars.concatenated([each.scalars for each in parts]),
-        )
+        joined = {name: kind.concatenated([getattr(each, name) for each in parts]) for name, kind in _KINDS.items()}
+        return cls(parts[0].first if parts else 0, **joined)  # type: ignore[arg-type]
 
     def columns(self) -> dict[str, Columns]:
         """Returns the four kinds of rows by their names."""
@@ -52,14 +48,8 @@ class Segment:
         """Returns the first updates, with all events and scalars, and the other updates."""
         gradients = int(self.updates.offsets[updates])
         head = dataclasses.replace(self, updates=self.updates[:updates], contributions=self.contributions[:gradients])
-        tail = type(self)(
-            self.first + updates,
-            self.updates[updates:],
-            self.contributions[gradients:],
-            self.events[:0],
-            self.scalars[:0],
-        )
-        return head, tail
+        rest = self.updates[updates:], self.contributions[gradients:], self.events[:0], self.scalars[:0]
+        return head, type(self)(self.first + updates, *rest)
 
     def encoded(self) -> bytes:
         """Returns a NumPy archive, deflated."""
@@ -84,8 +74,8 @@ class Segment:
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
-            kinds = Updates, Contributions, Events, Scalars
-            found = cls(int(arrays["first"]), *(_checked(each, arrays) for each in kinds))  # type: ignore[arg-type]
+            columns = {name: _checked(kind, arrays) for name, kind in _KINDS.items()}
+            found = cls(int(arrays["first"]), **columns)  # type: ignore[arg-type]
         except Exception as error:
             # NumPy and zipfile raise many kinds of exceptions for damaged bytes.
             raise ValueError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
