@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import tfdist
 from tfdist.planning.simulation import simulate_policy
+from tfdist.planning.simulation.event_loop import Costs, EventLoop
 from tfdist.policies import Outcome
 from tfdist.policies.asynchronous import Asynchronous
 
@@ -145,6 +146,27 @@ def test_n_softsync_is_about_n_updates_stale(n: int) -> None:
     ages = [age for update in found.updates[500:] for age in update.staleness]
     assert sum(ages) / len(ages) == pytest.approx(n, abs=max(1.0, 0.15 * n))
     assert sum(age > 2 * n for age in ages) / len(ages) < 1e-2
+
+
+def test_who_waits_for_no_update_starts_while_others_are_made() -> None:
+    policy = _machine(4, updates=2)
+    assert [policy.started(replica, 0.0) for replica in (0, 1, 2)] == [0, 0, 0]
+    for replica in (0, 1, 2):
+        policy.arrived(replica, 0, 1.0)
+    # The update of 0 and 1 comes first; the gradient of 2 waits for a later one.
+    assert [policy.may_start(replica) for replica in range(4)] == [False, False, True, True]
+    with pytest.raises(RuntimeError, match="replica 0 may not start in step 0: it waits for an update"):
+        policy.started(0, 1.0)
+    policy.updated(1.0)
+    assert all(map(policy.may_start, range(4)))
+
+
+def test_workers_of_equal_pace_do_not_fall_into_step() -> None:
+    """With updates that take 7 % of a gradient's time, eight that started together would wait for 56 % each time."""
+    policy = _machine(8)
+    loop = EventLoop(policy, lambda replica, attempt: 1.0, Costs(update_secs=lambda count: 0.07))
+    loop.run(800)
+    assert 800 / loop.time > 0.9 * 8 / 1.07
 
 
 def test_the_last_update_of_a_pass_is_made_of_what_there_is() -> None:

@@ -61,12 +61,16 @@ class StreamRunner(round_runner.RoundRunner):
                 return super().start(replica, is_over)
             finally:
                 self._waiting.discard(replica)
-                # The next replica may be allowed to start now.
-                self._startable.notify_all()
+                self._let_start()
 
     def _is_first(self, replica: int) -> bool:
         first = next(filter(self._is_free, self._policy.turns), None)
         return not self._is_updating and replica == first
+
+    def _let_start(self) -> None:
+        """Wakes the replicas that wait to start, if one of them may: each wake-up takes Python's lock."""
+        if not self._is_updating and any(map(self._is_free, self._waiting)):
+            self._startable.notify_all()
 
     def _is_free(self, replica: int) -> bool:
         return replica in self._waiting and replica not in self._idle and self._policy.may_start(replica)
@@ -95,8 +99,9 @@ class StreamRunner(round_runner.RoundRunner):
         except Exception as error:
             self._fail_update(error)
             raise
-        self._startable.notify_all()
-        self._collectable.notify_all()
+        self._let_start()
+        if self._policy.update_due or self._is_dry():
+            self._collectable.notify_all()
         return arrival.number
 
     def end(self, replica: int, is_over: Callable[[], bool]) -> None:
@@ -167,7 +172,7 @@ class StreamRunner(round_runner.RoundRunner):
         """Notes that the collected update has been made, or has failed."""
         with self._lock:
             self._is_updating = False
-            self._startable.notify_all()
+            self._let_start()
 
     def _is_dry(self) -> bool:
         """Returns True if no more contributions will arrive in this pass; False while no replica is alive."""

@@ -14,8 +14,10 @@ from tfdist.policies.staleness import BoundedStaleness, DropStale, SoftSync, Sta
 class Asynchronous(base.Aggregation):
     """Makes each update from any S gradients, the oldest first. A worker continues as soon as it delivered a gradient.
 
-    A worker starts no gradient while S gradients wait: their update is made first, so that the worker reads newer
-    variables.
+    While S gradients wait, a worker whose gradient is among them starts its next one after their update, so that it
+    reads what it has changed. Others start at once: workers that were held up together would start, and arrive,
+    together for ever. Only with a bound does everybody wait for such updates, because an older step has an earlier
+    deadline.
 
     With a bound s, a gradient of local step L must be applied at step L + s at the latest: its deadline. Gradients in
     flight are those that are computed or wait. All can meet their deadlines if and only if, for each d, at most (d -
@@ -89,19 +91,15 @@ class Asynchronous(base.Aggregation):
 
     @property
     def may_any_start(self) -> bool:
-        """True if fewer than S gradients wait, and a new gradient could be applied within the bound."""
-        if len(self._pending) >= self._updates:
-            return False
+        """True if a new gradient could be applied within the bound."""
+        if self._bound is None:
+            return True
         under_way = len(self._computing) + len(self._pending)
-        return self._bound is None or under_way < (self._bound + 1) * self._updates
-
-    def may_start(self, replica: int) -> bool:
-        """Returns True if `replica` takes part, is idle, and a new gradient could be applied within the bound."""
-        return self.may_any_start and super().may_start(replica)
+        return len(self._pending) < self._updates and under_way < (self._bound + 1) * self._updates
 
     def start(self, replica: int, time: float) -> int | None:
         """See `Aggregation.start`."""
-        local_step = super().start(replica, time) if self.may_any_start else None
+        local_step = None if self._hindrance(replica) else super().start(replica, time)
         if self._bound is not None and local_step is not None:
             self._in_flight[local_step] = self._in_flight.get(local_step, 0) + 1
         return local_step
@@ -186,6 +184,14 @@ class Asynchronous(base.Aggregation):
         # Delivered gradients stay: the parameter servers hold them, so that the loss of a worker doesn't matter.
         if computation := self._stop(replica, time, outcome):
             self._landed(computation.local_step)
+
+    def _hindrance(self, replica: int) -> str:
+        if not self.may_any_start:
+            return "waits for updates, so that the bound holds"
+        # Of those that can be made.
+        next_ones = heapq.nsmallest(len(self._pending) // self._updates * self._updates, self._pending)
+        is_awaited = any(pending.replica == replica for pending in next_ones)
+        return super()._hindrance(replica) or ("waits for an update" if is_awaited else "")
 
     def _landed(self, local_step: int) -> None:
         """Notes that a gradient is in flight no more."""

@@ -232,8 +232,7 @@ class EventLoop:
             taking_part = self._taking_part
             self.taking_part[taking_part] += 1
             self._record(policy.updated(time), time)
-            if self._is_synchronous:
-                self._try_refused()
+            self._try_refused()
             secs = self._costs.update_secs(taking_part) + self._open_next()
             if secs > 0:
                 self._is_updating = True
