@@ -69,6 +69,16 @@ def test_the_first_step_of_a_pass_has_logs_and_the_last_has_those_of_all() -> No
         assert logs[-1] == 14
 
 
+def test_without_need_of_logs_the_first_step_does_not_wait_either() -> None:
+    with running_engine(2) as (engine, cluster):
+        gate = Gate()
+        program = FakeProgram(cluster, lambda: gate() or 7)
+        assert [engine.step(program, [], None, False, waits=lambda: False) for _ in range(4)] == [None] * 4
+        gate.wait_for(2)
+        gate.open()
+        assert [int(value) for value in engine.step(program, [], None, True) or ()] == [7]
+
+
 def test_logs_are_fetched_only_when_they_are_due() -> None:
     now = [0.0]
     with running_engine(1, clock=lambda: now[0]) as (engine, cluster):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import pathlib
@@ -37,6 +38,48 @@ def test_batch_callbacks_get_real_logs(strategy: Any) -> None:
     assert len(losses) == 2 * STEPS
     assert all(math.isfinite(loss) and loss > 0 for loss in losses)
     assert kinds == {"loss", "batches"}
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_epochs_show_all_batches_whether_a_callback_follows_them(strategy: Any, follows: bool) -> None:
+    class Follows(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            assert logs["loss"] > 0
+
+        on_train_batch_end = on_test_batch_end
+
+    class Stops(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = logs["val_batches"] != 3 or logs["batches"] != 9
+
+    model, callbacks = dense(strategy, metrics=lambda: [Batches()]), [Stops(), *[Follows()] * follows]
+    model.compile("adam", "mse", metrics=[Batches()], steps_per_execution=3)
+    endless = dataset().repeat()
+    given = {"steps_per_epoch": 7, "validation_data": endless, "validation_steps": 2, "callbacks": callbacks}
+    history = fit(model, endless, epochs=4, **given)
+    # Whole executions, as on one device.
+    assert history["batches"] == [9] * 4
+    assert history["val_batches"] == [3] * 4
+    assert all(value > 0 for name in ("loss", "val_loss") for value in history[name])
+    for _ in range(3):
+        assert model.evaluate(dataset(), verbose=0, callbacks=callbacks[1:], return_dict=True)["batches"] == STEPS
+
+
+def test_an_error_in_the_last_batch_of_a_step_without_logs_is_of_its_own_fit(strategy: Any) -> None:
+    class Silent(Own):
+        def train_step(self, data: Any) -> Any:
+            tf.debugging.assert_less(tf.reduce_max(data[0]), 5.0)
+            super().train_step(data)
+            return {}
+
+    with strategy.scope():
+        model = Silent()
+        model.compile("sgd", "mse")
+    for fails in (False, True, False, True):
+        x = X[:64].copy()
+        x[-1] += 10.0 * fails
+        with pytest.raises(tf.errors.InvalidArgumentError) if fails else contextlib.nullcontext():
+            fit(model, x, Y[:64])
 
 
 def test_the_report_tells_how_stale_each_gradient_was(strategy: Any) -> None:

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.compat.keras import calls
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import coordinator, graphs
 from tfdist.coordination import lost_servers, stalls
@@ -152,16 +153,30 @@ class AsynchronousEngine(Engine):
         # The newest logs are the same for many steps.
         flat: Any = None
         logs: Any = None
+        # True if logs have the keys of the metrics' results, which Keras then shows at the end of a pass instead; known
+        # after the first pass.
+        are_results = False
 
         def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
-            nonlocal flat, logs
+            nonlocal flat, logs, are_results
             tensors, feed = (), iterator.feed
             program = program_for(feed.in_step)
             if isinstance(feed, ChiefFeed):
                 tensors, feed = iterator.chief_batch(feed), None
-            newest = self.step(program, tensors, feed, iterator.is_last, trains, iterator.count)
+            # Else the first step does not wait for its logs, nor the last one for all others, so as to be the one whose
+            # logs include theirs: each would leave all workers but one idle.
+            needs_logs = lambda: not are_results or (call := calls.current()) is None or call.follows_batches  # noqa: E731
+            is_last, is_alone = iterator.is_last, iterator.is_last and needs_logs()
+            newest = self.step(program, tensors, feed, is_alone, trains, iterator.count, waits=needs_logs)
+            if is_last:
+                self.barrier()
+            if newest is None:
+                # What metrics without an example show.
+                return dict.fromkeys(logs, 0.0)
             if newest is not flat:
                 flat, logs = newest, program.rebuild(newest)
+            if is_alone and not are_results and isinstance(logs, dict) and logs:
+                are_results = logs.keys() == step.model.get_metrics_result().keys()
             return {**logs} if isinstance(logs, dict) else logs
 
         return make
@@ -189,7 +204,8 @@ class AsynchronousEngine(Engine):
             batch.on_chief = whole = iterator.chief_batch(feed)
             tensors, feed = whole + tensors, None
         if kind in ("train", "test") or not program.dtypes:
-            return program.rebuild(self.step(program, tensors, feed, iterator.is_last, kind == "train", batch=batch))
+            newest = self.step(program, tensors, feed, iterator.is_last, kind == "train", batch=batch)
+            return program.rebuild(newest)  # type: ignore[arg-type]
         return program.rebuild(self.call(program, tensors, feed, batch))
 
     def run_on_chief(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -221,7 +237,8 @@ class AsynchronousEngine(Engine):
         is_update: bool = False,
         count: int = 1,
         batch: Batch | None = None,
-    ) -> list[np.ndarray]:
+        waits: Callable[[], bool] = lambda: True,
+    ) -> list[np.ndarray] | None:
         """Queues a step whose result is a running total, such as Keras' logs, once fewer than `window` are under way.
 
         Args:
@@ -232,10 +249,12 @@ class AsynchronousEngine(Engine):
           is_update: True if the step trains.
           count: How many batches it takes, for a step each.
           batch: The batch, if a later step may use it again.
+          waits: Called if no step was finished since the chief last wrote a variable (reset the metrics, for example);
+            returns True to wait for the first one.
 
         Returns:
-          The flat result of the newest finished step. This step's own result if `last`, or if no step was finished
-          since the chief last wrote a variable (reset the metrics, for example).
+          The flat result of the newest finished step; this step's own result if `last`. None without one, unless
+          `waits`.
 
         Raises:
           tf.errors.OutOfRangeError: No worker has data left.
@@ -249,7 +268,7 @@ class AsynchronousEngine(Engine):
             step.took_batch = concurrent.futures.Future()
         if count > 1:
             program.prepare_several()
-        wants_logs = queue.put(step, last)
+        wants_logs = queue.put(step, last or (program not in queue.logs and waits()))
         if not wants_logs and not program.knows_silence:
             program.prepare_silent()
         if step.took_batch is not None:
@@ -257,11 +276,11 @@ class AsynchronousEngine(Engine):
             if not step.took_batch.result():
                 raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         logs = queue.logs.get(program)
-        if last or logs is None:
+        if last or (logs is None and waits()):
             queue.wait_until(lambda: not queue.pending or (not last and queue.logs.get(program) is not None))
             logs = queue.logs.get(program)
-        if logs is None:
-            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+            if logs is None:
+                raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         return logs
 
     def call(

@@ -55,6 +55,9 @@ class Resume(keras.callbacks.Callback):
       OSError: when training begins, or while saving: the directory can't be read, or written.
     """
 
+    # See `compat.keras.calls.Call`: no logs of batches are read.
+    follows_batches = False
+
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -58,6 +58,9 @@ class Telemetry(keras.callbacks.Callback):
       ValueError: an argument is invalid. When training begins: the model belongs to no tfdist strategy.
     """
 
+    # See `compat.keras.calls.Call`: no logs of batches are read.
+    follows_batches = False
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str],

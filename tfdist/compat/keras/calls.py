@@ -43,6 +43,7 @@ TRAINER: Any = next(base for base in keras.Model.__mro__ if "fit" in vars(base))
 # The class of Keras' iterators over epochs, of any backend.
 EPOCHS: Any = TFEpochIterator.__base__
 
+_SAVERS = keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore
 _KINDS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _EXPLAINED = "_tfdist_explained"
 _made_in_default: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -131,6 +132,25 @@ class Call:
     def each_callback(self) -> list[Any]:
         """The callbacks, out of the lists that they are in."""
         return keras.tree.flatten(getattr(self.callbacks, "callbacks", self.callbacks))
+
+    @property
+    def follows_batches(self) -> bool:
+        """True if a callback may need the logs of each batch, or write variables before it.
+
+        Not Keras' progress bar, nor what it saves after an epoch, and none whose class says `follows_batches = False`.
+        """
+        found, base = self.callbacks or self.arguments.get("callbacks") or [], keras.callbacks.Callback
+        kind = "train" if self.trains else "test"
+        hooks = [f"on_{each}_{when}" for each in (f"{kind}_batch", "batch") for when in ("begin", "end")]
+        # `LambdaCallback` has its functions as attributes.
+        return any(
+            (hook in vars(each) or getattr(type(each), hook, None) is not getattr(base, hook))
+            and getattr(each, "follows_batches", True)
+            and not (type(each) in _SAVERS and each.save_freq == "epoch")
+            for each in keras.tree.flatten(getattr(found, "callbacks", found))
+            if type(each) is not keras.callbacks.ProgbarLogger
+            for hook in hooks
+        )
 
     @property
     def trains(self) -> bool:
