@@ -224,7 +224,9 @@ def _multi_worker_tf_keras() -> Loop:
     return _multi_worker(tf_keras, tf.distribute.MultiWorkerMirroredStrategy())
 
 
-def _parameter_server_tfdist(spares: int | None = None, steps_per_execution: int = 1, clips: bool = False) -> Loop:
+def _parameter_server_tfdist(
+    spares: int | None = None, steps_per_execution: int = 1, clips: bool = False, accumulates: bool = False
+) -> Loop:
     import tfdist
 
     policies = [] if spares is None else [tfdist.BackupWorkers(spares=spares)]
@@ -237,7 +239,7 @@ def _parameter_server_tfdist(spares: int | None = None, steps_per_execution: int
 
     size = models.SIZES[FLAGS.size]
     with strategy.scope():
-        model = models.compiled(keras, size, steps_per_execution=steps_per_execution)
+        model = models.compiled(keras, size, accumulates, steps_per_execution=steps_per_execution)
     # With a policy, a batch is shared among the workers.
     replicas = 1 if spares is None else len(tfdist.Cluster.from_environment().jobs["worker"])
     return fit_loop(keras, model, models.dataset(size, replicas))
@@ -341,6 +343,7 @@ CONTENDERS: dict[str, Callable[[], Loop]] = {
     **{f"one_device/keras_{name}": functools.partial(_one_device_keras, name) for name in ("torch", "jax")},
     "parameter_server/tfdist": _parameter_server_tfdist,
     "parameter_server/x16": functools.partial(_parameter_server_tfdist, None, 16),
+    "parameter_server/x16 accumulating": functools.partial(_parameter_server_tfdist, None, 16, accumulates=True),
     "parameter_server/clipped": functools.partial(_parameter_server_tfdist, clips=True),
     "parameter_server/bare": _parameter_server_bare,
     "parameter_server/tf_keras": _parameter_server_tf_keras,

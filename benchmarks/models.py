@@ -14,14 +14,18 @@ from tensorflow.python.data.experimental.ops import testing
 __all__ = ["SIZES", "Size", "compiled", "dataset"]
 
 
-def compiled(keras: ModuleType, size: Size, **compile_arguments: Any) -> Any:
-    """A model that trains by plain SGD on the mean squared error, built with either Keras; call it in `scope()`."""
+def compiled(keras: ModuleType, size: Size, accumulates: bool = False, **compile_arguments: Any) -> Any:
+    """A model that trains by plain SGD on the mean squared error, built with either Keras; call it in `scope()`.
+
+    With `accumulates` an update is the mean of 16 gradients.
+    """
+    accumulation = {"gradient_accumulation_steps": 16} if accumulates else {}
     sleep = [_sleep_layer(keras)] if size.sleep_secs else []
     hidden = [keras.layers.Dense(width, activation="relu") for width in size.layers[:-1]]
     model = keras.Sequential(
         [keras.layers.Input((size.features,)), *sleep, *hidden, keras.layers.Dense(size.layers[-1])]
     )
-    model.compile(keras.optimizers.SGD(1e-3), "mse", **compile_arguments)
+    model.compile(keras.optimizers.SGD(1e-3, **accumulation), "mse", **compile_arguments)
     return model
 
 

@@ -110,6 +110,7 @@ STAGES = (
     _at_once("multi_worker", "mpi x16", "mpi", 3.0),
     _at_once("multi_worker", "tensorflow x16", "tensorflow", 1.5),
     _at_once("parameter_server", "x16", "tfdist", 4.0, num_ps=1),
+    _at_once("parameter_server", "x16 accumulating", "tfdist", 3.0, num_ps=1),
     Stage("parameter_server", ("tfdist", "bare", "tf_keras"), (_PARAMETER_SERVER,), num_workers=3, num_ps=1, starts=3),
     Stage("parameter_server", ("spares=2", "spares=0"), _heavy_tail("spares=0"), 8, 1, num_replicas=8, spares=2),
     Stage("multi_worker", ("spares=2", "no policy"), _heavy_tail("no policy"), 8, num_replicas=8, spares=2),

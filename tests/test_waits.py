@@ -97,7 +97,6 @@ UNBOUNDED = {
     "launchers/slurm/job.py:BatchJob.run": "ends with the user's command, which signals end",
     "launchers/slurm/launcher.py:submit": "sbatch --wait runs as long as the job; Ctrl-C ends it",
     "launchers/ssh/client.py:main": "the process was killed",
-    "launchers/ssh/launcher.py:preflight": "each probe has a timeout",
     "launchers/ssh/task.py:_run": "the task has ended; its last output is drained in a bounded time",
     "resume/checkpoint.py:CheckpointDirectory.release": "the thread has been told to end",
     "serving/task.py:serve": "the process ends with its parent",

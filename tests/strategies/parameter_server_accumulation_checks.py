@@ -41,7 +41,8 @@ def clipped_and_decayed() -> Any:
     return OPTIMIZERS.AdamW(rate, weight_decay=0.1, clipnorm=0.5, gradient_accumulation_steps=3)
 
 
-def test_one_worker_trains_as_one_device_does(strategy: Any) -> None:
+@pytest.mark.parametrize("steps_per_execution", [1, 8])
+def test_one_worker_trains_as_one_device_does(strategy: Any, steps_per_execution: int) -> None:
     """The batches of the first worker alone, which is given all of them."""
     some = dataset().take(12).repeat(2)
 
@@ -49,6 +50,7 @@ def test_one_worker_trains_as_one_device_does(strategy: Any) -> None:
         return some if context.input_pipeline_id == 0 else some.take(0)
 
     model = dense(strategy, clipped_and_decayed)
+    model.compile(clipped_and_decayed(), "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
     with tf.distribute.get_strategy().scope():
         alone = layers()
     alone.set_weights(model.get_weights())
@@ -59,3 +61,25 @@ def test_one_worker_trains_as_one_device_does(strategy: Any) -> None:
     for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_an_error_among_several_steps_leaves_nothing_in_the_sums(strategy: Any) -> None:
+    def mean(y: Any, predicted: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_max(y), 1.0)]):
+            return tf.reduce_mean(predicted)
+
+    def given(*labels: float) -> Any:
+        data = tf.data.Dataset.from_tensor_slices((np.zeros((len(labels), 1, 3), "f4"), np.array(labels, "f4")))
+        data = data.map(lambda x, y: (x, tf.reshape(y, [1, 1])))
+        return strategy.distribute_datasets_from_function(
+            lambda context: data if context.input_pipeline_id == 0 else data.take(0)
+        )
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(OPTIMIZERS.SGD(1.0, gradient_accumulation_steps=6), mean, steps_per_execution=8)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.fit(given(*[0.0] * 4, 2.0, *[0.0] * 11), verbose=0)
+    before = model.get_weights()[1]
+    model.fit(given(*[0.0] * 12), verbose=0)
+    np.testing.assert_allclose(model.get_weights()[1] - before, [-2.0], rtol=1e-5)

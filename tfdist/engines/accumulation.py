@@ -39,6 +39,12 @@ class GradientSums:
         # Number of gradients that were added since the last update.
         self.count = 0
 
+    def clear(self) -> None:
+        """Begins anew, after an error within several steps: nobody knows which of them have added their gradients."""
+        for variable in self._variables:
+            variable.assign(tf.zeros_like(variable))
+        self.count = 0
+
 
 class Accumulation:
     """The sums of all workers for one optimizer.

@@ -199,7 +199,7 @@ class StepQueue:
                 self._progressed_at = self._updated_at = now
             if needs_logs is not None:
                 is_due = not self._logs_on_their_way and now >= self._logs_due_at
-                step.wants_logs = needs_logs or step.program not in self.logs or is_due
+                step.wants_logs = needs_logs or is_due
                 self._logs_on_their_way |= step.wants_logs
             self.pending.add(step)
             step.queued = True
@@ -526,17 +526,25 @@ def make_steps(
       inputs: the arguments of the step; its batch is the next one of an iterator among them if there are several steps.
       sums: the worker's sums of gradients, if it accumulates them.
     """
-    silent, outputs, staleness, chosen = count - wants_values, (), [], program
-    while sums is None and silent >= program.num_several > 1:
-        staleness += program.run_several(*inputs)
-        silent -= program.num_several
-    for is_wanted in [False] * silent + [True] * wants_values:
-        given = inputs
+    left, outputs, staleness, chosen = count, (), [], program
+    while left:
+        given, in_a_row = inputs, left - wants_values
         if sums is not None:
-            given, is_update = [*inputs, *sums.handles], sums.count == program.accumulation.num_steps - 1
-            chosen = program if is_update else program.adding
-        outputs = chosen.run(*given) if is_wanted else chosen.run_silently(*given)
+            given, until_update = [*inputs, *sums.handles], program.accumulation.num_steps - 1 - sums.count
+            chosen, in_a_row = program.adding if until_update else program, min(in_a_row, until_update)
+        several = chosen.num_several
+        made = several if in_a_row >= several else 1
+        if made > 1:
+            try:
+                staleness += chosen.run_several(*given)
+            except Exception as error:
+                if sums is not None and not closures.is_task_failure(error):
+                    sums.clear()
+                raise
+        else:
+            outputs = chosen.run(*given) if wants_values and left == 1 else chosen.run_silently(*given)
+            staleness += chosen.staleness_in(outputs)
         if sums is not None:
-            sums.count = (sums.count + 1) % program.accumulation.num_steps
-        staleness += chosen.staleness_in(outputs)
+            sums.count = (sums.count + made) % program.accumulation.num_steps
+        left -= made
     return MadeSteps(chosen.fetch(outputs) if wants_values else None, chosen.batch_in(outputs), staleness)

@@ -32,6 +32,7 @@ from tfdist.tables import coordinated_variable
 _SMALL_STEP_OPERATIONS = 3000
 # As much as is traced in about a second.
 _SEVERAL_OPERATIONS = 8000
+_RESOURCE = tf.TensorSpec([], tf.resource)
 
 
 class Program:
@@ -143,16 +144,23 @@ class Program:
         themselves have. Nor is there an output, which would wait for a signal from each write. The last step of an
         execution is made by itself (`run`).
         """
-        in_execution = self._step.steps_per_execution - 1
-        count = min(in_execution, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))
-        if self._several is None and self._counter is not None and self.accumulation is None and count > 1:
-            specs = [tf.TensorSpec([], tf.resource), *self._input_specs()]
-            self._several = one_replica.trace(self._strategy, functools.partial(self._make_several, count), specs)
+        in_a_row, program, make, counts = self._step.steps_per_execution - 1, self, self._make_several, [_RESOURCE]
+        if self.adding is not None and self.accumulation is not None:
+            program, make, counts = self.adding, self.adding._add_several, []
+            # Between two updates.
+            in_a_row = min(in_a_row, self.accumulation.num_steps - 1)
+        count = min(in_a_row, _SEVERAL_OPERATIONS // len(program.graph.get_operations()))
+        if program._several is None and self._counter is not None and count > 1:
+            specs = [*counts, *program._input_specs()]
+            program._several = one_replica.trace(self._strategy, functools.partial(make, count), specs)
             # The workers' threads look at it: not before the trace is there.
-            self.num_several = count
+            program.num_several = count
 
     def run_several(self, *inputs: Any) -> list[int]:
         """Makes `num_several` steps, each with the next batch of the iterator; returns the staleness of each update."""
+        if not self._updates:
+            self._several(*inputs)
+            return []
         worker = coordinator.this_worker()
         if worker not in self._counts:
             with tf.device(SERVER_DEVICE):
@@ -170,6 +178,17 @@ class Program:
                 found.append(self._count(1, begin))
         with tf.device(SERVER_DEVICE):
             tf.raw_ops.AssignVariableOp(resource=counts, value=tf.stack(found))
+        return []
+
+    def _add_several(self, count: int, *inputs: Any) -> list[tf.Tensor]:
+        """Adds the gradients of several batches to the worker's sums. All are of the weights that it reads first."""
+        worker = self._strategy.extended.worker_devices[0]
+        with (
+            self._transfer.reading_once(self._step.model, worker),
+            coordinated_variable.postponed_additions(self._postponable()),
+        ):
+            for _ in range(count):
+                self._result_of(*inputs)
         return []
 
     def _postponable(self) -> list[Any]:

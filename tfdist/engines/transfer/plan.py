@@ -57,6 +57,10 @@ class TransferPlan:
         """Within this block, a train step of `model` reads variables and sends gradients as decided."""
         return contextlib.nullcontext() if self._is_plain else rewrites.travel_together(model, worker)
 
+    def reading_once(self, model: Any, worker: str) -> contextlib.AbstractContextManager[None]:
+        """Within this block, steps of `model` that train nothing read its dense weights once."""
+        return contextlib.nullcontext() if self._is_plain else rewrites.read_together(model, worker, once=True)
+
     def place(self) -> None:
         """Places gathers of the default graph, in which a step was traced, as decided."""
         if not self._is_plain:

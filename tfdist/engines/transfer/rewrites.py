@@ -170,34 +170,38 @@ def travel_together(model: keras.Model, worker: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_together(model: keras.Model, worker: str, rounded_to: tf.DType | None = None) -> Iterator[None]:
+def read_together(
+    model: keras.Model, worker: str, rounded_to: tf.DType | None = None, once: bool = False
+) -> Iterator[None]:
     """Within this block, a step of a built `model`, traced for the device `worker`, finds small weights read already.
 
     A variable is read anew if the step has written it, or if it is read within a conditional, a loop or an update of
     its own.
 
     With `rounded_to`, trainable weights of any size are read already, and rounded to this dtype on their parameter
-    servers; they have their own dtype again on the worker. Embedding tables are not rounded, because a step reads
-    single rows of them; nor are partitioned variables.
+    servers; they have their own dtype again on the worker. With `once`, for several steps that are traced within this
+    block and train nothing, so are all weights. Not embedding tables, because a step reads single rows of them; nor
+    partitioned variables.
     """
-    trained = set[int]()
-    if rounded_to is not None:
+    whole = set[int]()
+    if rounded_to is not None or once:
         embeddings = (layer for layer in models.layers_of(model) if isinstance(layer, keras.layers.Embedding))
         tables = {id(layer.embeddings) for layer in embeddings if layer.built}
-        trained = {id(weight) for weight in model.trainable_weights} - tables
+        whole = {id(weight) for weight in (model.weights if once else model.trainable_weights)} - tables
     groups: dict[Any, list[CoordinatedVariable]] = collections.defaultdict(list)
     for weight in model.weights:
         variable = _own(weight)
-        if variable is None:
+        # Read already, for several steps.
+        if variable is None or variable.ahead is not None:
             continue
-        is_rounded = rounded_to is not None and id(weight) in trained and variable.dtype.size > rounded_to.size
-        if is_rounded or is_small(variable, _MOST_ELEMENTS_READ):
+        is_rounded = rounded_to is not None and id(weight) in whole and variable.dtype.size > rounded_to.size
+        if is_rounded or (once and id(weight) in whole) or is_small(variable, _MOST_ELEMENTS_READ):
             sent_dtype = rounded_to if is_rounded else variable.dtype
             groups[variable.device, variable.dtype, placement.reader_of(weight, worker), sent_dtype].append(variable)
     ahead = [
         pair
         for (_, dtype, reader, sent_dtype), group in groups.items()
-        if len(group) > 1 or sent_dtype != dtype
+        if len(group) > 1 or sent_dtype != dtype or once
         for pair in _read(group, reader, sent_dtype)
     ]
     for variable, value in ahead:
