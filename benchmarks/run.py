@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -193,7 +194,8 @@ def _warm_up(team: arena.Team, spares: int, stage: Stage, measurement: Measureme
     if not scenario.delays_by_worker:
         # Asynchronous workers each need several steps, or only the last one would count.
         is_asynchronous = stage.num_ps and not stage.num_replicas
-        team.calibrate(secs, 4 * stage.num_workers if is_asynchronous else stage.multiple_of)
+        several = 4 * stage.num_workers if is_asynchronous else 1
+        team.calibrate(secs, math.lcm(several, stage.multiple_of))
         return
     # Where delays say how long a step takes, no trial is needed.
     rate = statistics.mean(scenario.limit(seed, spares, stage.num_replicas, 100) for seed in range(10))
