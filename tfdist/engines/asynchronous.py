@@ -34,7 +34,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.keras import calls
-from tfdist.compat.keras.calls import Call
 from tfdist.compat.tensorflow import coordinator, graphs
 from tfdist.coordination import lost_servers, stalls
 from tfdist.engines import worker_function
@@ -131,7 +130,7 @@ class AsynchronousEngine(Engine):
         """Returns a data set of handles, from one data set per worker."""
         return WorkerDatasetFromFunction(self, datasets)
 
-    def open(self, dataset: WorkerDataset, fit: Call | None) -> WorkerIterator:
+    def open(self, dataset: WorkerDataset, fit: calls.Call | None) -> WorkerIterator:
         """Begins a pass over a data set, for any loop."""
         del fit
         return WorkerIterator(self, dataset, by_execution=True)
@@ -157,15 +156,17 @@ class AsynchronousEngine(Engine):
         # after the first pass.
         are_results = False
 
+        def needs_logs() -> bool:
+            # Else the first step does not wait for its logs, nor the last one for all others, so as to be the one whose
+            # logs include theirs: each would leave all workers but one idle.
+            return not are_results or (call := calls.current()) is None or call.follows_batches
+
         def make(iterator: WorkerIterator, handle: WorkerBatch) -> Any:
             nonlocal flat, logs, are_results
             tensors, feed = (), iterator.feed
             program = program_for(feed.in_step)
             if isinstance(feed, ChiefFeed):
                 tensors, feed = iterator.chief_batch(feed), None
-            # Else the first step does not wait for its logs, nor the last one for all others, so as to be the one whose
-            # logs include theirs: each would leave all workers but one idle.
-            needs_logs = lambda: not are_results or (call := calls.current()) is None or call.follows_batches  # noqa: E731
             is_last, is_alone = iterator.is_last, iterator.is_last and needs_logs()
             newest = self.step(program, tensors, feed, is_alone, trains, iterator.count, waits=needs_logs)
             if is_last:
@@ -268,7 +269,8 @@ class AsynchronousEngine(Engine):
             step.took_batch = concurrent.futures.Future()
         if count > 1:
             program.prepare_several()
-        wants_logs = queue.put(step, last or (program not in queue.logs and waits()))
+        is_waiting = last or (program not in queue.logs and waits())
+        wants_logs = queue.put(step, is_waiting)
         if not wants_logs and not program.knows_silence:
             program.prepare_silent()
         if step.took_batch is not None:
@@ -276,7 +278,7 @@ class AsynchronousEngine(Engine):
             if not step.took_batch.result():
                 raise tf.errors.OutOfRangeError(None, None, "End of sequence")
         logs = queue.logs.get(program)
-        if last or (logs is None and waits()):
+        if last or (logs is None and is_waiting):
             queue.wait_until(lambda: not queue.pending or (not last and queue.logs.get(program) is not None))
             logs = queue.logs.get(program)
             if logs is None:

@@ -32,7 +32,6 @@ from tfdist.tables import coordinated_variable
 _SMALL_STEP_OPERATIONS = 3000
 # As much as is traced in about a second.
 _SEVERAL_OPERATIONS = 8000
-_RESOURCE = tf.TensorSpec([], tf.resource)
 
 
 class Program:
@@ -144,17 +143,19 @@ class Program:
         themselves have. Nor is there an output, which would wait for a signal from each write. The last step of an
         execution is made by itself (`run`).
         """
-        in_a_row, program, make, counts = self._step.steps_per_execution - 1, self, self._make_several, [_RESOURCE]
-        if self.adding is not None and self.accumulation is not None:
-            program, make, counts = self.adding, self.adding._add_several, []
+        if self.adding is not None:
+            self.adding.prepare_several()
+            return
+        in_a_row, make, counts = self._step.steps_per_execution - 1, self._make_several, [tf.TensorSpec([], "resource")]
+        if self.accumulation is not None:
             # Between two updates.
-            in_a_row = min(in_a_row, self.accumulation.num_steps - 1)
-        count = min(in_a_row, _SEVERAL_OPERATIONS // len(program.graph.get_operations()))
-        if program._several is None and self._counter is not None and count > 1:
-            specs = [*counts, *program._input_specs()]
-            program._several = one_replica.trace(self._strategy, functools.partial(make, count), specs)
+            in_a_row, make, counts = min(in_a_row, self.accumulation.num_steps - 1), self._add_several, []
+        count = min(in_a_row, _SEVERAL_OPERATIONS // len(self.graph.get_operations()))
+        if self._several is None and count > 1:
+            specs = [*counts, *self._input_specs()]
+            self._several = one_replica.trace(self._strategy, functools.partial(make, count), specs)
             # The workers' threads look at it: not before the trace is there.
-            program.num_several = count
+            self.num_several = count
 
     def run_several(self, *inputs: Any) -> list[int]:
         """Makes `num_several` steps, each with the next batch of the iterator; returns the staleness of each update."""

@@ -91,7 +91,7 @@ class Asynchronous(base.Aggregation):
 
     @property
     def may_any_start(self) -> bool:
-        """True if a new gradient could be applied within the bound."""
+        """True if a new gradient could be applied within the bound, and with a bound no update can be made."""
         if self._bound is None:
             return True
         under_way = len(self._computing) + len(self._pending)
@@ -99,7 +99,7 @@ class Asynchronous(base.Aggregation):
 
     def start(self, replica: int, time: float) -> int | None:
         """See `Aggregation.start`."""
-        local_step = None if self._hindrance(replica) else super().start(replica, time)
+        local_step = None if self._awaited(replica) else super().start(replica, time)
         if self._bound is not None and local_step is not None:
             self._in_flight[local_step] = self._in_flight.get(local_step, 0) + 1
         return local_step
@@ -186,12 +186,15 @@ class Asynchronous(base.Aggregation):
             self._landed(computation.local_step)
 
     def _hindrance(self, replica: int) -> str:
+        return super()._hindrance(replica) or self._awaited(replica)
+
+    def _awaited(self, replica: int) -> str:
+        """Returns what an idle replica waits for, as `_hindrance` does."""
         if not self.may_any_start:
             return "waits for updates, so that the bound holds"
-        # Of those that can be made.
-        next_ones = heapq.nsmallest(len(self._pending) // self._updates * self._updates, self._pending)
-        is_awaited = any(pending.replica == replica for pending in next_ones)
-        return super()._hindrance(replica) or ("waits for an update" if is_awaited else "")
+        # Of the updates that can be made.
+        chosen = heapq.nsmallest(len(self._pending) // self._updates * self._updates, self._pending)
+        return "waits for an update" if any(pending.replica == replica for pending in chosen) else ""
 
     def _landed(self, local_step: int) -> None:
         """Notes that a gradient is in flight no more."""

@@ -94,7 +94,6 @@ class EventLoop:
         self.held_secs = [0.0] * total
         self.busy_secs = 0.0
         self._policy = policy
-        self._is_synchronous = policy.is_synchronous
         self._durations = durations
         self._costs = costs
         self._warmup = warmup
@@ -164,9 +163,8 @@ class EventLoop:
                 self._refused.append(entry)
 
     def _try_refused(self) -> None:
-        self._idle += self._refused
-        self._refused = []
-        heapq.heapify(self._idle)
+        while self._refused:
+            heapq.heappush(self._idle, self._refused.pop())
 
     def _start(self, time: float, replica: int) -> None:
         gradient = len(self.gradients)
@@ -205,13 +203,9 @@ class EventLoop:
     def _arrive(self, time: float, replica: int, gradient: int) -> None:
         if self._under_way[replica] != gradient:
             return
-        accepted = self._policy.arrived(replica, self.gradients[gradient].local_step, time).accepted
+        self._policy.arrived(replica, self.gradients[gradient].local_step, time)
         self._end(gradient, replica, time)
-        if accepted and self._is_synchronous:
-            # The replica may not start before the update.
-            self._refused.append((gradient, replica))
-        else:
-            heapq.heappush(self._idle, (gradient, replica))
+        heapq.heappush(self._idle, (gradient, replica))
         if self._policy.update_due and not self._is_updating:
             self._update(time)
         else:
