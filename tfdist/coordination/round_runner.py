@@ -179,13 +179,7 @@ class RoundRunner:
     def fail(self, replica: int, local_step: int, error: BaseException, is_end: bool = False) -> None:
         """Makes `collect` raise an error of a replica's computation, or of the push of an accepted gradient.
 
-        The error of a late gradient is only logged.
-
-        Args:
-          replica: index of the replica.
-          local_step: local step of its computation.
-          error: the error to raise.
-          is_end: True if the error is only the end of the data; then it is never logged.
+        The error of a late gradient is only logged. With `is_end` it is only the end of the data, and never logged.
         """
         with self._lock:
             is_present = local_step == self._policy.step and replica in self._policy.contributors

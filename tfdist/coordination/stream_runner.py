@@ -107,9 +107,7 @@ class StreamRunner(round_runner.RoundRunner):
     def end(self, replica: int, is_over: Callable[[], bool]) -> None:
         """Notes that the data of `replica` have ended: withdraws what it started, and lets it start no more.
 
-        Args:
-          replica: index of the replica.
-          is_over: returns True if there are data again: another pass has begun, or a lost replica's data are free.
+        `is_over` returns True if there are data again: another pass has begun, or a lost replica's data are free.
         """
         with self._lock:
             self._policy.found_no_data(replica)
@@ -120,11 +118,7 @@ class StreamRunner(round_runner.RoundRunner):
     def fail(self, replica: int, local_step: int, error: BaseException, is_end: bool = False) -> None:
         """Makes the next `collect` raise an error of a replica's computation.
 
-        Args:
-          replica: index of the replica.
-          local_step: local step of its computation.
-          error: the error to raise.
-          is_end: True if no caller waits for the gradient any more; then the error is only logged.
+        With `is_end` no caller waits for the gradient any more, and the error is only logged.
         """
         with self._lock:
             if not self._policy.is_computing(replica, local_step):
@@ -185,14 +179,10 @@ class StreamRunner(round_runner.RoundRunner):
             return None
         update = self._policy.updated(self._clock(), with_fewer=not self._policy.update_due)
         contributions = [self._delivered.pop(number) for number in update.numbers]
-        self._forget_dropped()
+        for dropped in self._delivered.keys() - set(self._policy.waiting):
+            del self._delivered[dropped]
         self._is_updating = True
         return contributions, update
-
-    def _forget_dropped(self) -> None:
-        waiting = set(self._policy.waiting)
-        for number in [number for number in self._delivered if number not in waiting]:
-            del self._delivered[number]
 
     def _abandon(self) -> None:
         super()._abandon()

@@ -106,17 +106,12 @@ class Waits:
         self._is_shown, self._shown_until = False, 0.0
 
     def look(self, own: WorkerStatus, now: float) -> tuple[WorkerStatus | None, bool]:
-        """Takes the current status of this worker, about once a second.
-
-        Args:
-          own: the status.
-          now: time, seconds.
+        """Takes the current status of this worker at the time `now`, in seconds; called about once a second.
 
         Returns:
           The status to publish, if any, and True if this worker waits: then the others are to be heard.
         """
-        is_waiting = own.blocked_secs >= LOOK_AFTER_SECS
-        if is_waiting:
+        if own.blocked_secs >= LOOK_AFTER_SECS:
             self._looks += 1
             self._is_shown = True
             return own, True
@@ -135,12 +130,7 @@ class Waits:
         self._others[status.task] = status
 
     def reason(self, own: WorkerStatus, awaited: Sequence[str]) -> str | None:
-        """Returns why the wait of this worker can't end, in one line; None if it may end.
-
-        Args:
-          own: status of this worker.
-          awaited: names of the tasks that it waits for.
-        """
+        """Returns why the wait of this worker for the tasks `awaited` can't end, in one line; None if it may end."""
         others = [self._current(each) for each in self._others.values()]
         ended = {each.task: each.ended for each in others if each.ended and each.task in awaited}
         if failed := {task: how for task, how in ended.items() if how != HAS_ENDED}:
