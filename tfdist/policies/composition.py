@@ -93,10 +93,9 @@ def check_policies(
       ValueError: an element is no policy, or is not compatible with the strategy, with another policy, with gradient
         transforms, or with `devices_per_replica`.
     """
-    given: tuple[Any, ...] = (policies,)
-    is_list = policies is None or (isinstance(policies, Iterable) and not isinstance(policies, str))
-    if is_list:
-        given = () if policies is None else tuple(policies)
+    policies = () if policies is None else policies
+    is_list = isinstance(policies, Iterable) and not isinstance(policies, str)
+    given: tuple[Any, ...] = tuple(policies) if is_list else (policies,)
     if not is_list or not all(isinstance(policy, Policy) for policy in given):
         codecs = [f"Compression({each!r})" for each in given if hasattr(each, "exchange")]
         classes = [f"{each.__name__}(...)" for each in given if isinstance(each, type)]

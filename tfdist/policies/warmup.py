@@ -52,9 +52,6 @@ class Warmup(base.Policy):
     def opened(self, is_first_of_epoch: bool) -> int:
         """Counts another update that Keras asks for.
 
-        Args:
-          is_first_of_epoch: whether it is the first update of an epoch.
-
         Returns:
           The number of replicas that take part in the update: 1 during the phase, `total_num_replicas` after it.
         """
