@@ -111,12 +111,7 @@ main = functools.partial(command_line.run_command, _USAGE, define_flags, run=_ru
 
 
 def examine(timeout_secs: float, env: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Runs all checks.
-
-    Args:
-      timeout_secs: how long another task may take to answer.
-      env: the environment.
-    """
+    """Runs all checks; another task may take `timeout_secs` to answer."""
     found = [*versions(_installed), *keras_backend(env), *gpu_findings(env, _installed)]
     if "TF_CONFIG" not in env:
         return [*found, Finding(OK, "TF_CONFIG is not set: this machine trains alone")]
@@ -140,11 +135,7 @@ def _installed(name: str) -> str | None:
 
 
 def versions(installed: Callable[[str], str | None]) -> list[Finding]:
-    """Checks the versions of Python and of the packages that tfdist needs.
-
-    Args:
-      installed: returns the version of a package, or None.
-    """
+    """Checks the versions of Python, and of needed packages by `installed`, which returns None for a missing one."""
     found = [Finding(OK, f"tfdist {tfdist.__version__}")]
     tpu = installed("tensorflow-tpu")
     for name, needed in _NEEDED.items():

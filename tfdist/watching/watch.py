@@ -110,7 +110,6 @@ class Watched:
       window_secs: seconds before the last update that are shown.
 
     Attributes:
-      directory: see above.
       job: the newest job of the run; None while there is no log.
     """
 
@@ -148,12 +147,7 @@ class Watched:
         return f"there is no update log of the run {self._run!r} {where}; there are: {', '.join(self._names) or 'none'}"
 
     def draw(self, height: int | None, problem: str = "") -> RenderableType:
-        """Returns the screen, of `height` lines at most; None for all workers.
-
-        Args:
-          height: lines of the terminal.
-          problem: a line about the directory; "" for none.
-        """
+        """Returns the screen of at most `height` lines (None: all workers); `problem` is a line about the directory."""
         from rich.console import Group
         from rich.text import Text
 

@@ -18,7 +18,6 @@ class Link:
       most_per_transfer: bytes per second of one transfer at most, because of the link at its other end.
 
     Attributes:
-      capacity: see above.
       next: time at which the next transfer ends; infinite if there is none.
       bytes_sent: bytes of all transfers so far.
     """
