@@ -101,9 +101,8 @@ class Header:
             raise ValueError(f'log.json has no "format": "{FORMAT}"')
         version = values.get("version")
         if version != VERSION:
-            remedy = (
-                "upgrade tfdist" if isinstance(version, int) and version > VERSION else "use the tfdist that wrote it"
-            )
+            is_newer = isinstance(version, int) and version > VERSION
+            remedy = "upgrade tfdist" if is_newer else "use the tfdist that wrote it"
             raise ValueError(f"it is of version {version!r} of the format, not {VERSION}; {remedy} to read it")
         fields = {each.name for each in dataclasses.fields(Header)}
         known: dict[str, Any] = {
