@@ -9,19 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.coordination.worker_waits import (
-    HAS_ENDED,
-    LOST,
-    OUTSIDE,
-    PARTED,
-    PARTED_SECS,
-    STEP,
-    Waits,
-    WorkerStatus,
-    mismatch,
-    never,
-    step_of,
-)
+from tfdist.coordination import worker_waits
+from tfdist.coordination.worker_waits import HAS_ENDED, LOST, OUTSIDE, PARTED, PARTED_SECS, STEP, Waits, WorkerStatus
 
 ALL = ["worker:0", "worker:1", "worker:2"]
 # "no wait on the dead longer than 10 s", less what TensorFlow takes.
@@ -196,7 +185,7 @@ def test_wait_for_worker_that_ended_names_its_call_and_a_remedy():
 
 
 def test_wait_for_worker_that_failed_by_another_names_that_one():
-    first = never(WorkerStatus("worker:0"), {"worker:2": LOST})
+    first = worker_waits.never(WorkerStatus("worker:0"), {"worker:2": LOST})
     ended = WorkerStatus("worker:0", ended=f"worker:0 ended with ConnectionError: {first}")
     assert reason(blocked(1, ""), [ended]) == first
 
@@ -216,10 +205,10 @@ def test_workers_in_the_same_call_are_no_deadlock(what: str):
     ("parts", "is_deadlock"),
     [
         ((STEP, OUTSIDE), True),
-        ((step_of("2 sums"), step_of("1 gather, 2 sums")), True),
-        *[((STEP, each), False) for each in (STEP, "", step_of("2 sums"))],
+        ((worker_waits.step_of("2 sums"), worker_waits.step_of("1 gather, 2 sums")), True),
+        *[((STEP, each), False) for each in (STEP, "", worker_waits.step_of("2 sums"))],
         (("", OUTSIDE), False),
-        ((step_of("2 sums"), step_of("2 sums")), False),
+        ((worker_waits.step_of("2 sums"), worker_waits.step_of("2 sums")), False),
     ],
 )
 def test_workers_in_different_parts_of_a_call_are_a_deadlock(parts: tuple[str, str], is_deadlock: bool):
@@ -254,4 +243,4 @@ def test_message_has_the_call_of_each_and_a_remedy(alone: WorkerStatus, together
 
 def test_mismatch_names_stop_training():
     """Workers that stop at different epochs make different calls next, such as a second model and a step."""
-    assert "set model.stop_training in the same step" in mismatch(WorkerStatus("worker:0"))
+    assert "set model.stop_training in the same step" in worker_waits.mismatch(WorkerStatus("worker:0"))
