@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 
 import tfdist
 from tfdist.planning import simulation
-from tfdist.planning.simulation import (
-    ClusterModel,
-    ModelProfile,
-    NetworkModel,
-    Result,
-    SparseTable,
-    constant,
-    lognormal,
-    simulate,
-)
+from tfdist.planning.simulation import ClusterModel, ModelProfile, NetworkModel, Result, constant, lognormal, simulate
 
 PARAMETER_SERVER, MULTI_WORKER = "ParameterServerStrategy", "MultiWorkerMirroredStrategy"
 _DISTRIBUTIONS = st.sampled_from(
@@ -38,7 +29,7 @@ _NETWORKS = st.builds(
 _MODELS = st.builds(
     ModelProfile,
     dense_bytes=st.sampled_from([0, "1MB", "30MB"]),
-    sparse_tables=st.sampled_from([(), (SparseTable(1000, 256),)]),
+    sparse_tables=st.sampled_from([(), (simulation.SparseTable(1000, 256),)]),
     batch_size=st.integers(1, 64),
     update_secs=st.sampled_from([0.0, 0.01]),
 )
@@ -245,7 +236,7 @@ def test_sparse_models_scale_further_than_dense_ones():
         return found.examples_per_sec / found.single_examples_per_sec
 
     dense = ModelProfile(dense_bytes="100MB")
-    sparse = ModelProfile(dense_bytes="1MB", sparse_tables=(SparseTable(5000, 512),))
+    sparse = ModelProfile(dense_bytes="1MB", sparse_tables=(simulation.SparseTable(5000, 512),))
     assert 25 <= speedup(dense, 50) <= 50
     assert speedup(dense, 500) < 100
     assert speedup(sparse, 500) > 300

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 import tfdist
 from tfdist.planning.simulation import Simulation, simulate_policy
 from tfdist.policies import base
-
-Durations = Callable[[int, int], float]
 
 
 def _auto(total_num_replicas: int, max_spares: int | None = None) -> tfdist.BackupWorkers:
@@ -71,25 +68,22 @@ def test_the_cap_holds(max_spares: int | None, spares: int):
     assert policy.spares == spares
 
 
-def _lognormal(seed: int) -> Durations:
-    law = random.Random(seed)
-    return lambda replica, attempt: law.lognormvariate(0.0, 1.0)
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda law: law.lognormvariate(0.0, 1.0),
+        lambda law: 1.0 + law.expovariate(1.0),
+        lambda law: law.uniform(0.19, 0.21),
+    ],
+    ids=["lognormal", "shifted", "steady"],
+)
+def test_it_is_nearly_as_good_as_the_best_fixed_number(draw):
+    def simulated(policy: base.Policy) -> Simulation:
+        law = random.Random(1)
+        return simulate_policy(policy, lambda replica, attempt: draw(law), 800, 8)
 
-
-def _shifted(seed: int) -> Durations:
-    law = random.Random(seed)
-    return lambda replica, attempt: 1.0 + law.expovariate(1.0)
-
-
-def _steady(seed: int) -> Durations:
-    law = random.Random(seed)
-    return lambda replica, attempt: law.uniform(0.19, 0.21)
-
-
-@pytest.mark.parametrize("law", [_lognormal, _shifted, _steady])
-def test_it_is_nearly_as_good_as_the_best_fixed_number(law):
-    fixed = [_gradients_per_sec(simulate_policy(tfdist.BackupWorkers(b), law(1), 800, 8)) for b in range(4)]
-    auto = simulate_policy(tfdist.BackupWorkers("auto"), law(1), 800, 8)
+    fixed = [_gradients_per_sec(simulated(tfdist.BackupWorkers(spares))) for spares in range(4)]
+    auto = simulated(tfdist.BackupWorkers("auto"))
     assert _gradients_per_sec(auto) > 0.95 * max(fixed)
     # It settles: one change, or hardly more.
     assert len(_changes(list(auto.updates))) <= 5
