@@ -28,14 +28,7 @@ from tfdist.cluster import JOB_SECRET_VARIABLE
 from tfdist.launchers import command_line, tools
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError, setting, shell_code
 from tfdist.launchers.shape import Shape
-from tfdist.launchers.slurm.exits import (
-    EXITS_VARIABLE,
-    LOGS_VARIABLE,
-    REACHES_ALL_VARIABLE,
-    TERMINATED_EXIT_CODE,
-    Exits,
-    SlurmVerdict,
-)
+from tfdist.launchers.slurm import exits
 
 
 def secs_of_limit(text: str) -> int | None:
@@ -89,7 +82,7 @@ class BatchJob:
         # `None` while Slurm doesn't answer.
         self._failures = _failures_before(number) if attempt else 0
         self._directory = pathlib.Path.cwd() / f".tfdist-{number}-{attempt}"
-        self._exits = Exits(self._directory, tasks)
+        self._exits = exits.Exits(self._directory, tasks)
         self._is_ending = False
 
     @property
@@ -111,7 +104,7 @@ class BatchJob:
             self._directory.mkdir()
             code = subprocess.Popen(srun, env={**os.environ, **self._environment()}).wait()
             if self._is_ending:
-                return TERMINATED_EXIT_CODE
+                return exits.TERMINATED_EXIT_CODE
             return self._conclude(self._exits.verdict(shell_code(code)))
         except OSError as error:
             _log.say(f"can't run {srun[0]} in {pathlib.Path.cwd()}, which all hosts of the job should share: {error}")
@@ -129,12 +122,12 @@ class BatchJob:
             # A new secret for each run.
             JOB_SECRET_VARIABLE: secrets.token_hex(32),
             "TFDIST_ATTEMPT": str(self._attempt),
-            EXITS_VARIABLE: str(self._directory),
-            LOGS_VARIABLE: self._limits.task_logs.replace("%j", self._number),
-            REACHES_ALL_VARIABLE: str(int(_signals_reach_all())),
+            exits.EXITS_VARIABLE: str(self._directory),
+            exits.LOGS_VARIABLE: self._limits.task_logs.replace("%j", self._number),
+            exits.REACHES_ALL_VARIABLE: str(int(_signals_reach_all())),
         }
 
-    def _conclude(self, verdict: SlurmVerdict) -> int:
+    def _conclude(self, verdict: exits.SlurmVerdict) -> int:
         if verdict.code == 0:
             return 0
         for task in verdict.lost:
@@ -158,13 +151,13 @@ class BatchJob:
             return verdict.code
         return self._requeue(verdict.code, f"restart {self._failures + 1} of {self._limits.max_restarts}")
 
-    def _after_preemption(self, verdict: SlurmVerdict, fields: Mapping[str, str]) -> int:
+    def _after_preemption(self, verdict: exits.SlurmVerdict, fields: Mapping[str, str]) -> int:
         if not (verdict.is_saved or verdict.is_resumable) and self._is_near_limit(fields):
             _log.say(
                 "not queued again: the time limit is near and nothing was saved, so that it would begin anew; "
                 "train with tfdist.callbacks.Resume, or use a longer --time"
             )
-            return TERMINATED_EXIT_CODE
+            return exits.TERMINATED_EXIT_CODE
         if self._preemptions >= self._limits.max_preemptions:
             return self._give_up(verdict.code, "--max_preemptions", self._limits.max_preemptions)
         return self._requeue(verdict.code, f"preemption {self._preemptions + 1}")

@@ -24,16 +24,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfdist import _log
-from tfdist.launchers import command_line, shape, tools
-from tfdist.launchers.requests import (
-    LaunchError,
-    ToolError,
-    check_command,
-    make_folder,
-    setting,
-    shell_code,
-    shell_join,
-)
+from tfdist.launchers import command_line, requests, shape, tools
+from tfdist.launchers.requests import LaunchError, ToolError, make_folder, setting, shell_code, shell_join
 from tfdist.launchers.shape import Job, Shape
 from tfdist.launchers.slurm import job as slurm_job
 from tfdist.launchers.slurm.task import MOST_WITHOUT_PORT, StepSettings
@@ -335,7 +327,7 @@ def job_from_flags(values: flags.FlagValues, command: Sequence[str]) -> SlurmJob
 
 def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     job = job_from_flags(values, command)
-    check_command(job.command)
+    requests.check_command(job.command)
     if not values.dry_run:
         if not pathlib.Path(job.directory).is_dir():
             raise LaunchError(f"--directory does not exist; name one that all hosts share. Received: {job.directory!r}")
