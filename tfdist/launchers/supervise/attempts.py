@@ -144,8 +144,7 @@ class Attempt:
 
     def _start(self, name: str) -> None:
         task, restart = self._tasks[name], self._latest[name].restart + 1 if name in self._latest else 0
-        more = {"TFDIST_ATTEMPT": str(self._number), "TFDIST_TASK_RESTART": str(restart)}
-        more |= self._notices.env
+        more = {"TFDIST_ATTEMPT": str(self._number), "TFDIST_TASK_RESTART": str(restart), **self._notices.env}
         self._latest[name] = self._supervisor.start(name, task.command, {**os.environ, **task.env, **more})
 
     def _follow(self) -> None:
@@ -273,8 +272,10 @@ class Attempt:
         return self._request.orphan_secs if self._orphaned else 0.0
 
     def _how(self, ended: Process) -> str:
-        host = self._host(ended.name)
-        return f"{_how(ended)}, host {host}" if host and ended.returncode == _NO_CONNECTION else _how(ended)
+        code, host = ended.returncode or 0, self._host(ended.name)
+        if host and code == _NO_CONNECTION:
+            return f"exit code {code}, host {host}"
+        return f"exit code {code}" if code > 0 else f"{_signal_name(-code)}, exit code {shell_code(code)}"
 
     def _failure_lines(self, failed: Process) -> list[str]:
         """Returns the failed task's last lines, then the cause, which is the last line on the screen."""
@@ -355,11 +356,6 @@ class Attempt:
 
     def _say(self, *lines: str) -> None:
         self._supervisor.say(lines)
-
-
-def _how(process: Process) -> str:
-    code = process.returncode or 0
-    return f"exit code {code}" if code > 0 else f"{_signal_name(-code)}, exit code {shell_code(code)}"
 
 
 def _last_lines(failed: Process) -> list[str]:

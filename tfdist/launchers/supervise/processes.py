@@ -51,13 +51,10 @@ def module_command(module: str, *arguments: str) -> list[str]:
     """Returns the command that runs a module with the interpreter, the options and the `sys.path` of this process."""
     options = [f"-{letter * getattr(sys.flags, flag)}" for flag, letter in _OPTIONS.items() if getattr(sys.flags, flag)]
     options += [f"-W{each}" for each in sys.warnoptions] + ["-Xutf8"] * sys.flags.utf8_mode
-    return [sys.executable, *options, "-P", "-c", _PROGRAM.format(module), json.dumps(_path()), *arguments]
-
-
-def _path() -> Sequence[str]:
-    """Returns the program's `sys.path`, with tfdist's folder last if the program has found tfdist by other means."""
     path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]  # noqa: PTH100
-    return path if _ROOT in path else [*path, _ROOT]
+    if _ROOT not in path:
+        path.append(_ROOT)  # The program has found tfdist by other means.
+    return [sys.executable, *options, "-P", "-c", _PROGRAM.format(module), json.dumps(path), *arguments]
 
 
 # Reservation of free TCP ports of this machine until the tasks listen at them. No TensorFlow import.
