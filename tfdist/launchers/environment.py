@@ -53,12 +53,7 @@ class _Directory(flags.ArgumentParser):
 
 
 def tf_log_level_environment(chosen: str | None, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that the flag's value adds to the tasks' environment.
-
-    Args:
-      chosen: the flag's value.
-      env: the launcher's environment, in which the user may have set a level.
-    """
+    """Returns the tasks' variable for the flag's value, or by default for the level set in the launcher's `env`."""
     given = env.get(TF_LOG_LEVEL_VARIABLE) or _LEVELS["warning"]
     return {TF_LOG_LEVEL_VARIABLE: _LEVELS.get(chosen, chosen) if chosen is not None else given}
 

@@ -68,12 +68,7 @@ def shell_join(words: Sequence[str]) -> str:
 
 
 def read_file(name: str, path: str, remedy: str = "name a file that exists") -> str:
-    """Reads a text file that the user names.
-
-    Args:
-      name: the flag in messages, such as "--hostfile".
-      path: the file.
-      remedy: the remedy in messages.
+    """Reads a text file that the user names; in messages, `name` is its flag, such as "--hostfile".
 
     Raises:
       LaunchError: the file can't be read.

@@ -109,11 +109,7 @@ class Reader:
 
 
 def check_none_ended(tasks: Collection[str]) -> Callable[[], None]:
-    """Returns a function that raises a RuntimeError if the launcher says that one of these tasks has ended.
-
-    Args:
-      tasks: names of tasks that are awaited.
-    """
+    """Returns a function that raises a RuntimeError if the launcher says that one of these awaited tasks has ended."""
     reader, slurm_secs = Reader(os.environ.get(NOTICES_VARIABLE)), time.monotonic() + _SLURM_SECS
 
     def check() -> None:

@@ -47,12 +47,7 @@ class Replacements:
         self._due: dict[str, float] = {}
 
     def failed(self, task: str, ran_secs: float, least_secs: float = 0.0) -> tuple[int, float | None]:
-        """Counts a failure, and schedules the restart.
-
-        Args:
-          task: name of the task.
-          ran_secs: run time of the task.
-          least_secs: least time until its restart.
+        """Counts a failure of a task that ran for `ran_secs`; schedules its restart, in `least_secs` at the earliest.
 
         Returns:
           The number of failures in a row, and the seconds until the restart; None if the task is given up.
