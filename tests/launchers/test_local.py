@@ -299,14 +299,9 @@ def test_ctrl_c_in_a_terminal_ends_everything(script):
     )
     keyboard, terminal = pty.openpty()
     arguments = [sys.executable, "-c", own_terminal, *command("--num_workers=2", path)]
+    env = {**os.environ, "TERM": "xterm"}
     launcher = subprocess.Popen(
-        arguments,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-        cwd=ROOT,
-        env={**os.environ, "TERM": "xterm"},
+        arguments, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, cwd=ROOT, env=env
     )
     os.close(terminal)
     screen = read_until(keyboard, lambda text: text.count("pid ") == 2 and text.count(".") == 2)

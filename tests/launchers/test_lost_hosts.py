@@ -230,14 +230,9 @@ sys.exit(cli.main(sys.argv[1:]))
 """
     hosts = ["--hosts=127.0.0.1:4", "--preflight_secs=0"] if platform == "ssh" else []
     flags = ["--num_ps=1", "--min_workers=1", "--max_worker_restarts=0", "--grace_period_secs=0.2", *hosts]
-    done = subprocess.run(
-        [sys.executable, "-c", start, "launch", platform, *flags, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command = [sys.executable, "-c", start, "launch", platform, *flags, "train.py"]
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert "worker:1 is given up" in done.stderr
     assert "going on with 1 of 2 workers" in done.stderr
     assert (done.returncode, done.stdout) == (0, "[chief:0] given up worker:1\n")
