@@ -104,7 +104,6 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores the newest checkpoint, if there is one."""
-        del logs
         self._close()
         call = calls.fit_of(self.model)
         if call is not None:
@@ -130,7 +129,6 @@ class Resume(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Restores the metrics in a resumed epoch, and what other callbacks remember."""
-        del logs
         self._has_averages = False
         self._expect_position().began()
         if self._remembered is not None:
@@ -151,7 +149,6 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Saves if a checkpoint is due; saves and ends the program after a signal."""
-        del logs
         self._step += batch + 1 - self._epoch_step
         self._epoch_step = batch + 1
         if self._is_due():
@@ -163,7 +160,6 @@ class Resume(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Saves if a checkpoint is due; saves and ends the program after a signal."""
-        del logs
         self._has_averages = bool(checkpoint.swapping(self.model))
         self._epoch, self._epoch_step = epoch + 1, 0
         if self._is_due():
@@ -173,7 +169,6 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Saves the final state, and restores the signal handlers."""
-        del logs
         # Also called here, because there may have been no epoch left.
         self._expect_position().began()
         is_ending = self._signals.received is not None
@@ -324,7 +319,6 @@ class Resume(keras.callbacks.Callback):
 
     def _raised(self, error: BaseException) -> None:
         """Ends what a training has begun that has raised; Keras calls `on_train_end` only without an error."""
-        del error
         if self._position is not None:
             self._position.began()
         self._close()

@@ -47,7 +47,6 @@ class Signals:
       is_wanted: returns True while a signal is to be noted; called by the handler.
 
     Attributes:
-      numbers: the signals.
       received: the first signal that was noted, or None.
     """
 
