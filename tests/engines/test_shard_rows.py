@@ -228,9 +228,9 @@ def of_a_slice(variable: Any) -> Any:
 
 
 def of_rows(variable: Any) -> Any:
-    variable.scatter_nd_add([[1]], tf.ones([1, 3], tf.float64))
-    variable.scatter_nd_sub([[3]], tf.ones([1, 3], tf.float64))
-    variable.scatter_nd_update([[4, 2]], [20.0])
+    for method, row in (("add", 1), ("sub", 3), ("update", 4)):
+        rows = tf.IndexedSlices(tf.ones([1, 3], tf.float64), tf.constant([row]))
+        getattr(variable, f"scatter_{method}")(rows)
     return tf.identity(variable)
 
 

@@ -17,6 +17,7 @@ from tensorflow.core.framework import dataset_options_pb2
 
 from tfdist.compat.tensorflow import coordinator
 from tfdist.engines.asynchronous import AsynchronousEngine
+from tfdist.passes import progress
 from tfdist.passes.dataset_graph import DatasetGraph, rebuild
 from tfdist.passes.handle import DistributedDataset
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
@@ -153,9 +154,10 @@ def test_order_that_the_chief_reads_is_that_of_one_device(engine: AsynchronousEn
         lambda data: data.batch(2).shuffle(15),
         lambda data: data.shuffle(30).cache().batch(2),
         lambda data: data.cache().shuffle(30, seed=3).batch(2),
+        lambda data: data.shuffle(30).map(lambda i: (i,)).shuffle(6).map(lambda i: i).batch(2).shuffle(3),
         lambda data: data.batch(2),
     ],
-    ids=["examples", "batches", "shuffled, then cached", "cached, then shuffled", "in order"],
+    ids=["examples", "batches", "shuffled, then cached", "cached, then shuffled", "shuffled again", "in order"],
 )
 def test_rest_of_a_share_has_the_order_of_the_pass(
     engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
@@ -179,6 +181,23 @@ def test_rest_of_a_share_has_the_order_of_the_pass(
     with as_worker(0):  # and another worker, for one that is not
         taken_over = [batch.numpy().tolist() for batch in dataset.iterate_piece(3, 1, 1, 2)]
     assert taken_over == read[1][1::2]
+
+
+@pytest.mark.parametrize("again", [0, 5])
+def test_a_resumed_pass_and_those_after_it_have_their_orders(engine: AsynchronousEngine, again: int) -> None:
+    def data() -> WorkerDataset:
+        once = tf.data.Dataset.range(30).shuffle(30, seed=3).batch(2)
+        return WorkerDataset(engine, once.shuffle(again, seed=4) if again else once, "shard")
+
+    def in_order(shares: list[list[int]]) -> list[int]:
+        pairs = [[share[at : at + 2] for at in range(0, len(share), 2)] for share in shares]
+        return [number for turn in itertools.zip_longest(*pairs, fillvalue=()) for pair in turn for number in pair]
+
+    whole, resumed = data(), data()
+    passes = [in_order(read(whole)) for _ in range(4)]
+    progress.draw_below(resumed, 2)
+    rest = resumed.after(passes=2, batches=1)
+    assert [in_order(read(rest)), in_order(read(resumed))] == [passes[2][2:], passes[3]]
 
 
 def test_replicas_read_all_of_it(engine: AsynchronousEngine) -> None:

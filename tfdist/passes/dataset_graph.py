@@ -177,24 +177,34 @@ class DatasetGraph:
         """A string scalar from which `rebuild` makes the data set again."""
         return tf.constant(self._graph.SerializeToString())
 
-    def rebuilder(self) -> Callable[[], tuple[tf.data.Dataset, tf.data.Dataset]]:
-        """Returns a function that makes the data set again, with what is to be read to fill its cache.
+    def rebuilder(self) -> Callable[[], tuple[tf.data.Dataset, ...]]:
+        """Returns a function that makes the data set again, what is to be read to fill its cache, and `_below`.
 
-        That is the cache alone, so that no shuffle behind it draws an order; unless a pass may not read all of it.
+        The second is the cache alone, so that no shuffle behind it draws an order; unless a pass may not read all of
+        it.
         """
         graph, cache = tf.compat.v1.GraphDef(), self._filled()
         graph.CopyFrom(self._graph)
         end = next(node for node in graph.node if node.op == "_Retval")
         specs, names = [tf.data.DatasetSpec(self.element_spec)] * 2, [end.input[0]] * 2
         if cache.op.startswith("CacheDataset"):
-            shapes, types = (cache.attr[name].list for name in ("output_shapes", "output_types"))
-            specs[1], names[1] = tf.data.DatasetSpec(tuple(map(tf.TensorSpec, shapes.shape, types.type))), cache.name
-        pair = graph.node.add(name="dataset_and_cache", op="TensorDataset", input=names)
-        pair.attr["Toutput_types"].list.type.extend([tf.variant.as_datatype_enum] * 2)
-        pair.attr["output_shapes"].list.shape.extend([tf.TensorShape([]).as_proto()] * 2)
-        end.input[0] = pair.name
+            specs[1], names[1] = _spec(cache), cache.name
+        below = self._below()
+        specs += map(_spec, below)
+        names += [node.name for node in below]
+        together = graph.node.add(name="rebuilt", op="TensorDataset", input=names)
+        together.attr["Toutput_types"].list.type.extend([tf.variant.as_datatype_enum] * len(names))
+        together.attr["output_shapes"].list.shape.extend([tf.TensorShape([]).as_proto()] * len(names))
+        end.input[0] = together.name
         text = tf.constant(graph.SerializeToString())
         return lambda: rebuild(text, tuple(specs)).get_single_element()
+
+    def _below(self) -> list[Any]:
+        """Returns what shuffles read that is shuffled itself: it draws an order when their first element is read."""
+        nodes, sources = {node.name: node for node in self._graph.node}, self._sources()
+        read = [nodes[node.input[0].split(":")[0]] for node in nodes.values() if node.op.startswith("Shuffle")]
+        shuffled = {name for name, node in nodes.items() if node.op.startswith("Shuffle")}
+        return [] if self.caches else [node for node in read if not shuffled.isdisjoint(sources[node.name])]
 
     def _bodies(self) -> Iterable[Any]:
         """Yields the nodes of the graph, and those of each of its functions."""
@@ -206,6 +216,12 @@ class DatasetGraph:
 def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
     """The data set that `DatasetGraph.serialize` wrote."""
     return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
+
+
+def _spec(node: Any) -> tf.data.DatasetSpec:
+    """The elements of an operation that makes a data set."""
+    shapes, types = (node.attr[name].list for name in ("output_shapes", "output_types"))
+    return tf.data.DatasetSpec(tuple(map(tf.TensorSpec, shapes.shape, types.type)))
 
 
 def _seed_inputs(node: Any, constants: dict[str, Any], draw: Callable[[], int]) -> None:

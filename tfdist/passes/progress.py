@@ -85,9 +85,11 @@ def draw_below(restart: Any, reads: int) -> None:
     """Draws the orders of shuffles below another one, which draw when the first element is read.
 
     Args:
-      restart: see `restart_of`. Nothing is done for data that workers of parameter servers read.
+      restart: see `restart_of`. Workers of parameter servers draw those of theirs when they read the data.
       reads: number of iterators over it from which an element was read.
     """
+    if not isinstance(restart, Restart):
+        restart.reads += reads
     own = isinstance(restart, Restart) and not DatasetGraph(restart.source).caches
     shuffle = inputs.nearest_shuffle(restart.source) if own else None
     while shuffle is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import secrets
 import sys
@@ -19,6 +20,17 @@ from tfdist.passes.handle import DistributedDataset, refuse_graph
 
 # Protocol buffers end at 2 GiB; a data set is shipped inside one.
 _MAX_SHIPPED_BYTES = 2**31 - 2**20
+
+
+@dataclasses.dataclass
+class _Share:
+    """A share where it was rebuilt; the numbers of iterators over it, and of those that are read."""
+
+    dataset: tf.data.Dataset
+    # What draws an order for each iterator that is read; see `DatasetGraph.rebuilder`.
+    below: Sequence[tf.data.Dataset]
+    begun: int = 0
+    reads: int = 0
 
 
 class WorkerDataset(DistributedDataset):
@@ -60,11 +72,12 @@ class WorkerDataset(DistributedDataset):
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
         # Rebuilds a share on the worker of the calling thread; set with `_shipped`.
         self._build: Any = None
-        # Number of iterators that were made over the data, and of those that workers have read.
-        self.passes = self.passes_read = 0
+        # Number of iterators that were made over the data, and of those that workers have read; these, and those that
+        # were read before the run was resumed.
+        self.passes = self.passes_read = self.reads = 0
         self._orders = progress.orders_of(dataset)
-        # Number of iterators that each worker has made since it built its share. Only that worker's thread reads it.
-        self._begun: dict[int, int] = {}
+        # The share of each worker. Only that worker's thread uses it.
+        self._own: dict[int, _Share] = {}
 
     @property
     def element_spec(self) -> Any:
@@ -118,6 +131,7 @@ class WorkerDataset(DistributedDataset):
     def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:
         # The number of a pass determines its order on the workers; the rest has the same shuffle.
         self._orders.begun += passes
+        rest.reads, self.reads = self.reads, self.reads + 1
         rest.passes = self.passes + passes
         self.passes = rest.passes + (batches > 0)
         return rest
@@ -178,7 +192,8 @@ class WorkerDataset(DistributedDataset):
           number: of the pass.
           position: Returns the number of batches that a worker skips; a restarted worker continues its share.
         """
-        self.passes_read += 1
+        reads = self.reads
+        self.passes_read, self.reads = self.passes_read + 1, reads + 1
         create = functools.partial(coordinator.create_on_workers, self._engine.coordinator)
         if self._shipped is None:
             self._build = self._shares()
@@ -186,7 +201,9 @@ class WorkerDataset(DistributedDataset):
 
         def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
             worker = coordinator.this_worker()
-            self._begun[worker] = self._catch_up(dataset, self._begun[worker], number)
+            self._catch_up(self._own[worker], number, reads)
+            # On a worker that is back the iterators of former passes are made again, and nobody reads them.
+            self._own[worker].reads += reads + 1 == self.reads
             count = position(worker)
             return iter(dataset.skip(count) if count else dataset)
 
@@ -201,48 +218,47 @@ class WorkerDataset(DistributedDataset):
           start: position in the share.
           step: distance of the batches.
         """
-        dataset = self._build_share(share)
-        self._catch_up(dataset, 0, number)
-        return iter(dataset.skip(start).shard(step, 0))
+        built = self._build_share(share)
+        self._catch_up(built, number, self.reads - 1)
+        return iter(built.dataset.skip(start).shard(step, 0))
 
     def _build_own(self) -> tf.data.Dataset:
         worker = coordinator.this_worker()
-        self._begun[worker] = 0
         try:
             servers.load_late_libraries()
         except tf.errors.InvalidArgumentError as error:
             # Only what uses these operations fails.
             coordinator.clear_error()
             _log.say(f"{error.message.splitlines()[0]}; import its package above the line that builds the strategy")
-        return self._build_share(worker)
+        self._own[worker] = self._build_share(worker)
+        return self._own[worker].dataset
 
-    def _build_share(self, share: int) -> tf.data.Dataset:
-        dataset, cache = self._build(share)
+    def _build_share(self, share: int) -> _Share:
+        dataset, cache, *below = self._build(share)
         is_left_early = self._sharding in ("shard", "deal") and self._cardinality >= 0
         if self._graph.can_fill_cache and (is_left_early or self.passes_read > 1):
             # A pass of known length ends with the worker's last batch, mostly before the end of the data. The cache
             # would stay incomplete, and be filled anew in another order than on the other workers. Data of unknown
             # length are read to their end, and endless ones have none.
             progress.read(cache)
-        return dataset
+        return _Share(dataset, below)
 
-    def _catch_up(self, dataset: tf.data.Dataset, begun: int, number: int) -> int:
+    def _catch_up(self, share: _Share, number: int, reads: int) -> None:
         """Advances a share to the order that pass `number` has on one device, and on the other workers.
 
         Args:
-          dataset: the share, of which each iterator draws a new order.
-          begun: number of iterators over it so far.
+          share: of which each iterator draws a new order.
           number: of the pass.
-
-        Returns:
-          The number of iterators over it with that of this pass.
+          reads: number of passes that were read before.
         """
         # Each iterator joins another iteration of a job.
         if self._graph.shuffles or self._is_handed_out:
-            progress.begin_passes(dataset, number - 1 - begun)
-        return max(begun, number)
+            progress.begin_passes(share.dataset, number - 1 - share.begun)
+        for each in share.below:
+            progress.begin_passes(each, reads - share.reads)
+        share.begun, share.reads = max(share.begun, number), max(share.reads, reads)
 
-    def _shares(self) -> Callable[[int], tuple[tf.data.Dataset, tf.data.Dataset]]:
+    def _shares(self) -> Callable[[int], tuple[tf.data.Dataset, ...]]:
         """Returns a function that rebuilds a share, and what fills its cache, where a worker is the default device."""
         is_shared = self._sharding in ("shard", "deal")
         if is_shared:
@@ -261,15 +277,15 @@ class WorkerDataset(DistributedDataset):
         rebuilt = graph.rebuilder()
 
         @tf.function(autograph=False)
-        def build(shard: tf.Tensor) -> tuple[tf.data.Dataset, tf.data.Dataset]:
-            dataset, cache = rebuilt()
+        def build(shard: tf.Tensor) -> tuple[tf.data.Dataset, ...]:
+            dataset, *others = rebuilt()
             if self._sharding == "deal":
                 # A single worker reads whole batches, of any structure.
                 parts = self._dealt(dataset, [shard], num_shards) if num_shards > 1 else dataset
                 parts = self._marked(parts).prefetch(1)
                 # A worker whose contribution was withdrawn makes another one for the same update: it needs more data.
-                return splitting.not_read_ahead(parts.repeat(2)) if self.cardinality >= 0 else parts, cache
-            return self._marked(self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)), cache
+                return splitting.not_read_ahead(parts.repeat(2)) if self.cardinality >= 0 else parts, *others
+            return self._marked(self._cut(dataset.shard(num_shards, shard) if num_shards > 1 else dataset)), *others
 
         return build.get_concrete_function(tf.TensorSpec([], tf.int64))
 
@@ -308,6 +324,6 @@ class WorkerDatasetFromFunction(WorkerDataset):
         count = self._counts[worker]
         return None if count == tf.data.UNKNOWN_CARDINALITY else sys.maxsize if count < 0 else count
 
-    def _shares(self) -> Callable[[int], tuple[tf.data.Dataset, tf.data.Dataset]]:
+    def _shares(self) -> Callable[[int], tuple[tf.data.Dataset, ...]]:
         builds = [self._rebuilder(DatasetGraph(dataset), 1) for dataset in self._datasets]
         return lambda worker: builds[worker](tf.constant(0, tf.int64))

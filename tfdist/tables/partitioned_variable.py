@@ -335,15 +335,6 @@ class _Whole:
     def scatter_update(self, slices: tf.IndexedSlices, **kwargs: Any) -> Any:
         return self._scatter("scatter_update", slices, kwargs)
 
-    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Any:
-        return self.assign(tf.tensor_scatter_nd_add(self.value(), indices, updates, name))
-
-    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Any:
-        return self.assign(tf.tensor_scatter_nd_sub(self.value(), indices, updates, name))
-
-    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Any:
-        return self.assign(tf.tensor_scatter_nd_update(self.value(), indices, updates, name))
-
     def _write(self, method: str, value: Any, kwargs: dict[str, Any]) -> Any:
         self._read = None
         part = self._part()
