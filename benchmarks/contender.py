@@ -148,7 +148,7 @@ def _multi_worker_torch(is_independent: bool = False) -> Loop:
     return torch_ddp.loop_of(FLAGS.size, is_independent)
 
 
-def _multi_worker_independent() -> Loop:
+def _multi_worker_independent(steps_per_execution: int = 1) -> Loop:
     """Keras without a strategy, in a process that is set up as those of `_multi_worker_tfdist`."""
     import tensorflow as tf
 
@@ -157,7 +157,7 @@ def _multi_worker_independent() -> Loop:
     # As a launched worker does: what the allocators save is not the cost of distribution.
     _machine.keep_if_launched(few_arenas=True)
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    return _one_device()
+    return _one_device(steps_per_execution)
 
 
 def _multi_worker_warmup() -> Loop:
@@ -170,12 +170,13 @@ def _multi_worker_warmup() -> Loop:
     return _multi_worker(keras, strategy, counts_end_of_epoch=False)
 
 
-def _one_device() -> Loop:
+def _one_device(steps_per_execution: int = 1) -> Loop:
     import keras
     import models
 
     size = models.SIZES[FLAGS.size]
-    return fit_loop(keras, models.compiled(keras, size), models.dataset(size), counts_end_of_epoch=False)
+    model = models.compiled(keras, size, steps_per_execution=steps_per_execution)
+    return fit_loop(keras, model, models.dataset(size), counts_end_of_epoch=False)
 
 
 def _one_device_tfdist() -> Loop:
@@ -330,6 +331,7 @@ CONTENDERS: dict[str, Callable[[], Loop]] = {
     "multi_worker/torch": _multi_worker_torch,
     "multi_worker/torch independent": functools.partial(_multi_worker_torch, is_independent=True),
     "multi_worker/independent": _multi_worker_independent,
+    "multi_worker/independent x16": functools.partial(_multi_worker_independent, 16),
     "mirrored/tfdist": _mirrored_tfdist,
     "mirrored/stock": _mirrored_stock,
     "mirrored/no policy": _mirrored_no_policy,

@@ -76,7 +76,7 @@ _MORE_WORKERS = Measurement("more_workers", {"mpi spinning": None, "tensorflow":
 _BACKENDS = Measurement("backends", {"keras_torch": None, "keras_jax": None})
 
 
-def _at_once(strategy: str, contender: str, rival: str, least: float, num_ps: int = 0) -> Stage:
+def _at_once(strategy: str, contender: str, rival: str, least: float | None, num_ps: int = 0) -> Stage:
     """Returns the stage in which 16 steps at once are measured against one."""
     measurement = Measurement("steps_per_execution", {rival: least}, sizes=("tiny",))
     return Stage(strategy, (contender, rival), (measurement,), 2, num_ps, multiple_of=16, starts=3)
@@ -107,6 +107,8 @@ STAGES = (
     Stage("multi_worker", ("auto", "tensorflow"), (_COMPRESSION,), num_workers=2, starts=3),
     Stage("multi_worker", ("tfdist", "clipped"), (_TRANSFORMS,), num_workers=2, starts=2),
     Stage("parameter_server", ("tfdist", "clipped"), (_TRANSFORMS,), num_workers=3, num_ps=1, starts=2),
+    # What Keras itself gains, of which a distributed step has a part.
+    _at_once("multi_worker", "independent x16", "independent", None),
     _at_once("multi_worker", "mpi x16", "mpi", 3.0),
     _at_once("multi_worker", "tensorflow x16", "tensorflow", 1.5),
     _at_once("parameter_server", "x16", "tfdist", 4.0, num_ps=1),
