@@ -147,6 +147,14 @@ def test_order_that_the_chief_reads_is_that_of_one_device(engine: AsynchronousEn
     assert [sorted(np.asarray(batch)) for batch in iter(dataset)] == expected[3][:2]
 
 
+def doubled(keys: tf.Tensor) -> tf.Tensor:
+    """Maps numbers by a lookup table, as text layers do."""
+    with tf.init_scope():
+        found = tf.range(30, dtype=tf.int64)
+        table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(found, 2 * found), -1)
+    return table.lookup(keys)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -155,9 +163,18 @@ def test_order_that_the_chief_reads_is_that_of_one_device(engine: AsynchronousEn
         lambda data: data.shuffle(30).cache().batch(2),
         lambda data: data.cache().shuffle(30, seed=3).batch(2),
         lambda data: data.shuffle(30).map(lambda i: (i,)).shuffle(6).map(lambda i: i).batch(2).shuffle(3),
+        lambda data: data.map(doubled).shuffle(30).batch(2),
         lambda data: data.batch(2),
     ],
-    ids=["examples", "batches", "shuffled, then cached", "cached, then shuffled", "shuffled again", "in order"],
+    ids=[
+        "examples",
+        "batches",
+        "shuffled, then cached",
+        "cached, then shuffled",
+        "shuffled again",
+        "looked up",
+        "in order",
+    ],
 )
 def test_rest_of_a_share_has_the_order_of_the_pass(
     engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]

@@ -111,7 +111,8 @@ class DatasetGraph:
         """Returns, for each operation by its name, itself and all that it is computed from."""
         found: dict[str, set[str]] = {}
         for node in self._graph.node:  # Each comes after those that it reads.
-            found[node.name] = {node.name}.union(*(found[name.split(":")[0]] for name in node.input))
+            # "^" is before those that it waits for, such as the content of a lookup table.
+            found[node.name] = {node.name}.union(*(found[name.lstrip("^").split(":")[0]] for name in node.input))
         return found
 
     def _filled(self) -> Any:
