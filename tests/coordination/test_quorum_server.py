@@ -281,6 +281,15 @@ def test_a_lost_worker_is_an_error_that_names_it():
         for worker in (0, 2):
             with pytest.raises(ConnectionError, match=r"worker:1 has ended.*the update of step 0 can't be made"):
                 running.clients[worker].wait(1, 0)
+        # Workers leave one after the other at the end of a program, too.
+        assert not running.lines
+
+
+def test_a_worker_that_is_cut_off_is_named():
+    with job(2, spares=1) as running:
+        running.clients[1]._connection.socket.sendall(b"garbage\n")
+        assert running.said.acquire(timeout=10)
+        assert running.lines[0].startswith("the quorum server closed the connection of worker:1, which ")
 
 
 def test_what_was_decided_before_a_loss_holds():

@@ -166,6 +166,7 @@ class Peer(asyncio.Protocol):
       host: the host at its other end.
       name: "host:port" there.
       reason: why the server closed it, as a clause after "which"; "" before.
+      has_left: True if the other side has closed it.
       is_stranger: True until the peer has proved that it belongs to the job.
     """
 
@@ -174,7 +175,7 @@ class Peer(asyncio.Protocol):
         self.host = address[0].removeprefix("::ffff:")
         self.name = f"{self.host}:{address[1]}"
         self.reason = ""
-        self.is_stranger = True
+        self.is_stranger, self.has_left = True, False
         self._server = server
         self._conversation = server.conversation(self)
         self._limit = server.loop.call_later(PEER_SECS, self.drop, f"took longer than {PEER_SECS:.0f} s")
@@ -217,6 +218,7 @@ class Peer(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the conversation."""
+        self.has_left = not self.reason
         self.drop("closed the connection" if exc is None else f"broke the connection ({exc})")
         self._limit.cancel()
         self._conversation.close()

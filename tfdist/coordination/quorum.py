@@ -243,7 +243,7 @@ class QuorumServer:
         if worker is not None:
             self._lost.add(worker)
             # Workers leave one after the other at the end of the program. One that waits for an update raises an error.
-            if peer.reason:
+            if not peer.has_left:
                 self._say(f"the quorum server closed the connection of {self._names[worker]}, which {peer.reason}")
             self._broadcast(self._losses())
             return
