@@ -21,7 +21,7 @@ from tfdist.passes import progress
 from tfdist.passes.dataset_graph import DatasetGraph, rebuild
 from tfdist.passes.handle import DistributedDataset
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
-from tfdist.passes.worker_pass import ChiefFeed, WorkerIterator
+from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator
 
 pytestmark = pytest.mark.devices
 
@@ -162,7 +162,7 @@ def doubled(keys: tf.Tensor) -> tf.Tensor:
         lambda data: data.batch(2).shuffle(15),
         lambda data: data.shuffle(30).cache().batch(2),
         lambda data: data.cache().shuffle(30, seed=3).batch(2),
-        lambda data: data.shuffle(30).map(lambda i: (i,)).shuffle(6).map(lambda i: i).batch(2).shuffle(3),
+        lambda data: data.shuffle(30).map(lambda i: (i,)).shuffle(6).map(lambda i: i).padded_batch(2).shuffle(3),
         lambda data: data.map(doubled).shuffle(30).batch(2),
         lambda data: data.batch(2),
     ],
@@ -200,21 +200,51 @@ def test_rest_of_a_share_has_the_order_of_the_pass(
     assert taken_over == read[1][1::2]
 
 
-@pytest.mark.parametrize("again", [0, 5])
-def test_a_resumed_pass_and_those_after_it_have_their_orders(engine: AsynchronousEngine, again: int) -> None:
-    def data() -> WorkerDataset:
-        once = tf.data.Dataset.range(30).shuffle(30, seed=3).batch(2)
-        return WorkerDataset(engine, once.shuffle(again, seed=4) if again else once, "shard")
+def shuffled_again(again: int = 5) -> tf.data.Dataset:
+    once = tf.data.Dataset.range(30).shuffle(30, seed=3).batch(2)
+    return once.shuffle(again, seed=4) if again else once
 
-    def in_order(shares: list[list[int]]) -> list[int]:
-        pairs = [[share[at : at + 2] for at in range(0, len(share), 2)] for share in shares]
-        return [number for turn in itertools.zip_longest(*pairs, fillvalue=()) for pair in turn for number in pair]
 
-    whole, resumed = data(), data()
+def in_order(shares: list[list[int]]) -> list[int]:
+    pairs = [[share[at : at + 2] for at in range(0, len(share), 2)] for share in shares]
+    return [number for turn in itertools.zip_longest(*pairs, fillvalue=()) for pair in turn for number in pair]
+
+
+@pytest.mark.parametrize(("again", "batches"), [(0, 1), (5, 1), (5, 0)])
+def test_a_resumed_pass_and_those_after_it_have_their_orders(
+    engine: AsynchronousEngine, again: int, batches: int
+) -> None:
+    whole, resumed = (WorkerDataset(engine, shuffled_again(again), "shard") for _ in range(2))
     passes = [in_order(read(whole)) for _ in range(4)]
     progress.draw_below(resumed, 2)
-    rest = resumed.after(passes=2, batches=1)
-    assert [in_order(read(rest)), in_order(read(resumed))] == [passes[2][2:], passes[3]]
+    rest = resumed.after(passes=2, batches=batches)
+    if batches:
+        assert in_order(read(rest)) == passes[2][2:]
+    assert in_order(read(resumed)) == passes[3 if batches else 2]
+
+
+@pytest.mark.parametrize("how", ["taken over", "lost", "unread"])
+def test_passes_after_one_that_not_all_have_read_have_their_orders(engine: AsynchronousEngine, how: str) -> None:
+    expected = WorkerDataset(engine, shuffled_again(), "shard")
+    passes = [in_order(read(expected)) for _ in range(3)]
+    dataset = WorkerDataset(engine, shuffled_again(), "shard")
+    assert in_order(read(dataset)) == passes[0]
+    feed = WorkerFeed(dataset, dataset.begin_pass())
+    shares = [list(share) for share in feed.begin().values[: 0 if how == "taken over" else 2]]
+    for worker in range(len(shares)):
+        feed.pieces.used(worker, 5)
+    if how == "lost":
+        feed.pieces.used(2)
+        feed.release(2)
+    if how == "taken over":
+        feed.pieces.wait_for_claims()
+        for _ in range(WORKERS):
+            piece: Any = feed.claim(0, tuple)
+            with as_worker(0):
+                shares.append(list(feed.opened(0, piece)))
+            feed.pieces.end(0)
+        assert in_order([[int(each) for batch in share for each in batch] for share in shares]) == passes[1]
+    assert in_order(read(dataset)) == passes[2]
 
 
 def test_replicas_read_all_of_it(engine: AsynchronousEngine) -> None:

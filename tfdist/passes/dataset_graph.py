@@ -221,8 +221,8 @@ def rebuild(graph: tf.Tensor, element_spec: Any) -> tf.data.Dataset:
 
 def _spec(node: Any) -> tf.data.DatasetSpec:
     """The elements of an operation that makes a data set."""
-    shapes, types = (node.attr[name].list for name in ("output_shapes", "output_types"))
-    return tf.data.DatasetSpec(tuple(map(tf.TensorSpec, shapes.shape, types.type)))
+    types = node.attr["output_types" if "output_types" in node.attr else "Toutput_types"].list.type
+    return tf.data.DatasetSpec(tuple(map(tf.TensorSpec, node.attr["output_shapes"].list.shape, types)))
 
 
 def _seed_inputs(node: Any, constants: dict[str, Any], draw: Callable[[], int]) -> None:

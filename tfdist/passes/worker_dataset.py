@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -75,6 +75,11 @@ class WorkerDataset(DistributedDataset):
         # Number of iterators that were made over the data, and of those that workers have read; these, and those that
         # were read before the run was resumed.
         self.passes = self.passes_read = self.reads = 0
+        # `reads` before each pass, by its number.
+        self._reads_before: dict[int, int] = {}
+        # The workers that have read their own shares of the last pass, and whether others may have read them.
+        self._readers: Collection[int] = range(engine.num_workers)
+        self.has_moved = False
         self._orders = progress.orders_of(dataset)
         # The share of each worker. Only that worker's thread uses it.
         self._own: dict[int, _Share] = {}
@@ -131,7 +136,7 @@ class WorkerDataset(DistributedDataset):
     def _gone_on_with(self, rest: WorkerDataset, passes: int, batches: int) -> WorkerDataset:
         # The number of a pass determines its order on the workers; the rest has the same shuffle.
         self._orders.begun += passes
-        rest.reads, self.reads = self.reads, self.reads + 1
+        rest.reads, self.reads = self.reads, self.reads + (batches > 0)
         rest.passes = self.passes + passes
         self.passes = rest.passes + (batches > 0)
         return rest
@@ -184,16 +189,21 @@ class WorkerDataset(DistributedDataset):
         return [size if size in (None, sys.maxsize) else size * self._num_parts for size in sizes]
 
     def iterate_on_workers(
-        self, number: int, position: Callable[[int], int] = lambda worker: 0
+        self, number: int, position: Callable[[int], int] = lambda worker: 0, readers: Collection[int] | None = None
     ) -> tf.distribute.coordinator.PerWorkerValue:
         """Starts a pass: one iterator on each worker over its share.
 
         Args:
           number: of the pass.
           position: Returns the number of batches that a worker skips; a restarted worker continues its share.
+          readers: will have the workers that have read their own shares; None if all of them do.
         """
-        reads = self.reads
+        reads = self._reads_before[number] = self.reads
         self.passes_read, self.reads = self.passes_read + 1, reads + 1
+        workers = range(self._engine.num_workers)
+        # What an iterator that nobody has read did not draw is not known, so it is counted anew.
+        is_anew = self.has_moved or any(self.share(each) != 0 and each not in self._readers for each in workers)
+        self.has_moved, self._readers = False, workers if readers is None else readers
         create = functools.partial(coordinator.create_on_workers, self._engine.coordinator)
         if self._shipped is None:
             self._build = self._shares()
@@ -201,6 +211,9 @@ class WorkerDataset(DistributedDataset):
 
         def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
             worker = coordinator.this_worker()
+            if is_anew and self._own[worker].below:
+                self._own[worker] = self._build_share(worker)
+                dataset = self._own[worker].dataset
             self._catch_up(self._own[worker], number, reads)
             # On a worker that is back the iterators of former passes are made again, and nobody reads them.
             self._own[worker].reads += reads + 1 == self.reads
@@ -219,7 +232,7 @@ class WorkerDataset(DistributedDataset):
           step: distance of the batches.
         """
         built = self._build_share(share)
-        self._catch_up(built, number, self.reads - 1)
+        self._catch_up(built, number, self._reads_before[number])
         return iter(built.dataset.skip(start).shard(step, 0))
 
     def _build_own(self) -> tf.data.Dataset:

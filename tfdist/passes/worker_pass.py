@@ -93,6 +93,7 @@ class Pieces:
       own: the share of each worker, as a piece.
       held: by worker, the piece that it reads.
       num_used: number of batches that were used.
+      readers: workers that have used a batch of their own share.
     """
 
     def __init__(self, sizes: Sequence[int | None], can_move: bool) -> None:
@@ -102,6 +103,7 @@ class Pieces:
         self._free: list[Piece] = []
         self._lost: set[int] = set()
         self.num_used = 0
+        self.readers: set[int] = set()
 
     def wait_for_claims(self) -> None:
         """Lets any worker read a share that its worker has not claimed, because it takes no part yet."""
@@ -132,6 +134,8 @@ class Pieces:
         """Notes that steps of `worker` have used so many batches of its piece."""
         self.num_used += count
         if (piece := self.held.get(worker)) is not None:
+            if piece is self.own[worker]:
+                self.readers.add(worker)
             piece.used += count
             if piece.left is not None:
                 piece.left -= count
@@ -202,7 +206,8 @@ class WorkerFeed:
     def begin(self) -> tf.distribute.coordinator.PerWorkerValue:
         """Makes the iterators on the workers, unless they are there; returns them."""
         if self.on_workers is None:
-            self.on_workers = self._dataset.iterate_on_workers(self._number, self._position)
+            readers = self.pieces.readers if self._dataset.can_move else None
+            self.on_workers = self._dataset.iterate_on_workers(self._number, self._position, readers)
             self._number_read = self._dataset.passes_read
         return self.on_workers
 
@@ -228,6 +233,7 @@ class WorkerFeed:
         """Returns the iterator of `worker`, in whose thread this is called, over a piece of another share."""
         opened, iterator = self._opened.get(worker, (None, None))
         if opened is not piece:
+            self._dataset.has_moved = True
             place = piece.share, piece.position, piece.step
             iterator = self._dataset.iterate_piece(self._number, *place)
             self._opened[worker] = piece, iterator
@@ -235,6 +241,7 @@ class WorkerFeed:
 
     def release(self, worker: int) -> None:
         """Notes that `worker` was lost, with its iterators."""
+        self._dataset.has_moved = True
         self.pieces.release(worker)
         self._opened.pop(worker, None)
 
