@@ -59,14 +59,14 @@ def test_the_missing_are_named_with_the_reason(said: list[str]):
     for text in (str(error.value), said[-1]):
         assert f"worker:1 at 127.0.0.1:{reserved.ports[1]} (connection refused)" in text
         assert "worker:2 at no-such-host.invalid:2222 (" in text
-    assert said[0].startswith("tfdist worker:0: waiting for worker:1 at")
+    assert said[0].startswith("worker:0: waiting for worker:1 at")
 
 
 def test_who_waits_has_a_name_also_where_it_is_no_task(said: list[str]):
     with PortReservation(1) as reserved, pytest.raises(TimeoutError):
         described = cluster(reserved.ports, 0)
         rendezvous.reach(described, described.tasks, 0.5, lambda: None, "chief")
-    assert said[0].startswith("tfdist chief: waiting for worker:0 at")
+    assert said[0].startswith("chief: waiting for worker:0 at")
 
 
 def test_a_port_in_use_is_said_at_once():

@@ -129,7 +129,7 @@ class _Search:
                     )
                 if now - said >= _SAY_EVERY_SECS:
                     said, waited = now, f"{now - start:.0f} s of {timeout_secs:g} s"
-                    _log.say(f"tfdist {name}: waiting for {self._missing()}; {waited}")
+                    _log.say(f"{name}: waiting for {self._missing()}; {waited}")
         finally:
             self._stop.set()
 

@@ -188,10 +188,10 @@ class Closing:
         takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
         for name in () if takes_any else kwargs.keys() - taken.keys():
             near = "".join(difflib.get_close_matches(name, taken, 1))
-            remedy = f"did you mean {near}=...?" if near else "leave it away"
+            remedy = f"did you mean {near}=...?" if near else "leave it away."
             if name in ("num_workers", "num_ps"):
-                remedy = f"to start tasks, use tfdist launch local --{name}={kwargs[name]} SCRIPT"
-            raise TypeError(f"{cls.__name__} takes no {name}; {remedy}. Received: {name}={kwargs[name]!r}")
+                remedy = f"to start tasks, use tfdist launch local --{name}={kwargs[name]} SCRIPT."
+            raise TypeError(f"{cls.__name__} takes no {name}; {remedy} Received: {name}={kwargs[name]!r}")
         return super().__new__(cls)
 
     def close(self) -> None:
