@@ -226,7 +226,7 @@ class FakeDataset:
     def begin_pass(self) -> int:
         return 1
 
-    def iterate_on_workers(self, number: int, position: Callable[[int], int]) -> PerWorker:
+    def iterate_on_workers(self, number: int, position: Callable[[int], int], readers: Any = None) -> PerWorker:
         return PerWorker(
             [FakeIterator(self._cluster, worker, size, position) for worker, size in enumerate(self._shares)]
         )
