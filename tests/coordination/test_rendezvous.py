@@ -39,7 +39,7 @@ def test_tasks_meet_at_another_address_than_their_own_name_means():
     with PortReservation(2) as reserved, ThreadPoolExecutor(2) as pool:
         port = reserved.ports[1]
         described = [cluster(reserved.ports, index, _1=f"127.0.0.{4 - index}:{port}") for index in range(2)]
-        list(pool.map(lambda each: rendezvous.meet(each, 60), described))
+        assert [*pool.map(lambda each: rendezvous.meet(each, 60), described)] == [None] * 2
 
 
 def test_the_port_is_free_again_for_the_server():
@@ -152,7 +152,8 @@ def test_all_meet_under_a_secret_that_is_not_sent():
     with PortReservation(3) as reserved, ThreadPoolExecutor(3) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines.Connection, "read_line", lambda *given: seen.append(read(*given)) or seen[-1])
         described = [cluster(reserved.ports, index) for index in range(3)]
-        list(pool.map(lambda each: rendezvous.meet(each, 30, secret="a secret"), described))
+        meetings = pool.map(lambda each: rendezvous.meet(each, 30, secret="a secret"), described)
+        assert [*meetings] == [None] * 3
     assert seen and b"a secret" not in b"".join(seen)
 
 

@@ -166,15 +166,7 @@ def doubled(keys: tf.Tensor) -> tf.Tensor:
         lambda data: data.map(doubled).shuffle(30).batch(2),
         lambda data: data.batch(2),
     ],
-    ids=[
-        "examples",
-        "batches",
-        "shuffled, then cached",
-        "cached, then shuffled",
-        "shuffled again",
-        "looked up",
-        "in order",
-    ],
+    ids=["examples", "batches", "shuffled, then cached", "cached, then shuffled", "again", "looked up", "in order"],
 )
 def test_rest_of_a_share_has_the_order_of_the_pass(
     engine: AsynchronousEngine, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]
