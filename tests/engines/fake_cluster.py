@@ -201,7 +201,6 @@ class FakeDataset:
 
     element_spec = tf.TensorSpec([None], tf.int64)
     lives_in_python = marks_end = False
-    passes_read = 1
 
     def __init__(
         self, cluster: FakeCluster, shares: Sequence[int], known: str = "total and shares", can_move: bool = True
@@ -226,12 +225,12 @@ class FakeDataset:
     def begin_pass(self) -> int:
         return 1
 
-    def iterate_on_workers(self, number: int, position: Callable[[int], int], readers: Any = None) -> PerWorker:
+    def iterate_on_workers(self, opened: Any, position: Callable[[int], int]) -> PerWorker:
         return PerWorker(
             [FakeIterator(self._cluster, worker, size, position) for worker, size in enumerate(self._shares)]
         )
 
-    def iterate_piece(self, number: int, share: int, start: int, step: int) -> FakeIterator:
+    def iterate_piece(self, opened: Any, share: int, start: int, step: int) -> FakeIterator:
         self._cluster.check_alive()
         return FakeIterator(self._cluster, share, self._shares[share], lambda share: start, step)
 

@@ -33,7 +33,7 @@ class World:
     def share_sizes(self) -> list[None]:
         return [None] * len(self.sizes)
 
-    def iterate_piece(self, number: int, share: int, start: int, step: int) -> object:
+    def iterate_piece(self, opened: object, share: int, start: int, step: int) -> object:
         return iter([(share, position) for position in range(start, self.sizes[share], step)])
 
     def step(self, worker: int, is_lost: bool = False) -> bool:

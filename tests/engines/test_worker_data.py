@@ -17,10 +17,9 @@ from tensorflow.core.framework import dataset_options_pb2
 
 from tfdist.compat.tensorflow import coordinator
 from tfdist.engines.asynchronous import AsynchronousEngine
-from tfdist.passes import progress
 from tfdist.passes.dataset_graph import DatasetGraph, rebuild
 from tfdist.passes.handle import DistributedDataset
-from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
+from tfdist.passes.worker_dataset import Pass, WorkerDataset, WorkerDatasetFromFunction
 from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator
 
 pytestmark = pytest.mark.devices
@@ -46,7 +45,7 @@ def read(dataset: WorkerDataset) -> list[list[int]]:
     """Returns the batches that each worker would read in one pass."""
     return [
         [int(value) for batch in share for value in batch]
-        for share in dataset.iterate_on_workers(dataset.begin_pass()).values
+        for share in dataset.iterate_on_workers(Pass(dataset.begin_pass())).values
     ]
 
 
@@ -104,7 +103,7 @@ def shuffled(caches: bool = False) -> tf.data.Dataset:
 
 def read_batches(dataset: WorkerDataset, number: int) -> list[list[list[int]]]:
     """Returns the first batches, each as its elements, that each worker would read in a pass."""
-    shares = dataset.iterate_on_workers(number).values
+    shares = dataset.iterate_on_workers(Pass(number)).values
     batches = [[tf.nest.flatten(each)[0] for each in itertools.islice(share, 4)] for share in shares]
     return [[batch.numpy().tolist() for batch in each] for each in batches]
 
@@ -180,7 +179,8 @@ def test_rest_of_a_share_has_the_order_of_the_pass(
     monkeypatch.setattr(coordinator, "create_on_workers", recorded)
     dataset = WorkerDataset(engine, make(tf.data.Dataset.range(30)), "shard")
     for _ in range(3):
-        shares = dataset.iterate_on_workers(dataset.begin_pass(), lambda worker: taken[worker]).values
+        opened = Pass(dataset.begin_pass())
+        shares = dataset.iterate_on_workers(opened, lambda worker: taken[worker]).values
         read = [[batch.numpy().tolist() for batch in share] for share in shares]
     build, *_, iterate = created
     taken[1] = 2
@@ -188,12 +188,14 @@ def test_rest_of_a_share_has_the_order_of_the_pass(
         again = [batch.numpy().tolist() for batch in iterate(build())]
     assert again == read[1][2:]
     with as_worker(0):  # and another worker, for one that is not
-        taken_over = [batch.numpy().tolist() for batch in dataset.iterate_piece(3, 1, 1, 2)]
+        taken_over = [batch.numpy().tolist() for batch in dataset.iterate_piece(opened, 1, 1, 2)]
     assert taken_over == read[1][1::2]
 
 
 def shuffled_again(again: int = 5) -> tf.data.Dataset:
     once = tf.data.Dataset.range(30).shuffle(30, seed=3).batch(2)
+    if again < 0:  # of unknown length
+        return once.filter(lambda _: True).cache()
     return once.shuffle(again, seed=4) if again else once
 
 
@@ -202,13 +204,13 @@ def in_order(shares: list[list[int]]) -> list[int]:
     return [number for turn in itertools.zip_longest(*pairs, fillvalue=()) for pair in turn for number in pair]
 
 
-@pytest.mark.parametrize(("again", "batches"), [(0, 1), (5, 1), (5, 0)])
+@pytest.mark.parametrize(("again", "batches"), [(0, 1), (5, 1), (5, 0), (-1, 1), (-1, 0)])
 def test_a_resumed_pass_and_those_after_it_have_their_orders(
     engine: AsynchronousEngine, again: int, batches: int
 ) -> None:
     whole, resumed = (WorkerDataset(engine, shuffled_again(again), "shard") for _ in range(2))
     passes = [in_order(read(whole)) for _ in range(4)]
-    progress.draw_below(resumed, 2)
+    resumed.draw_below(2)
     rest = resumed.after(passes=2, batches=batches)
     if batches:
         assert in_order(read(rest)) == passes[2][2:]
@@ -237,6 +239,18 @@ def test_passes_after_one_that_not_all_have_read_have_their_orders(engine: Async
             feed.pieces.end(0)
         assert in_order([[int(each) for batch in share for each in batch] for share in shares]) == passes[1]
     assert in_order(read(dataset)) == passes[2]
+
+
+def test_workers_have_one_order_after_one_has_read_more_than_its_part(engine: AsynchronousEngine) -> None:
+    """It contributes twice to an update where another worker, which has contributed, is lost."""
+    dataset = WorkerDataset(engine, shuffled(), "deal")
+    feed = WorkerFeed(dataset, dataset.begin_pass())
+    parts = [list(itertools.islice(share, 4 + worker)) for worker, share in enumerate(feed.begin().values)]
+    assert [len(each) for each in parts] == [4, 5, 6]
+    feed.release(0)
+    shares = read_batches(dataset, dataset.begin_pass())
+    batches = [sorted(itertools.chain(*(share[batch] for share in shares))) for batch in range(4)]
+    assert batches == orders_on_one_device(shuffled(), 2)[1]
 
 
 def test_replicas_read_all_of_it(engine: AsynchronousEngine) -> None:

@@ -257,6 +257,10 @@ class RoundEngine(Engine):
         self._reside(step, iterator, parts)
 
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
+        residence = self._residence
+        if residence is not None and isinstance(residence.iterator.feed, WorkerFeed):
+            # Another worker may read more than its share, in place of what this one has contributed.
+            residence.iterator.feed.release(worker)
         self._runner.lose(worker, is_so)
 
     def _reside(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:

@@ -66,7 +66,7 @@ class DatasetGraph:
         drawn = [node for node in shuffles if (seeds := _seeds(node, constants)) and not any(map(_value, seeds))]
         if not all(node.attr["reshuffle_each_iteration"].b for node in drawn):
             return True
-        names, sources = {node.name for node in drawn}, self._sources()
+        names, sources = {node.name for node in drawn}, self._sources
         caches = [node.name for node in self._graph.node if node.op.startswith("CacheDataset")]
         cached = {name for name in caches if not names.isdisjoint(sources[name])}
         parts = [node.name for node in self._graph.node if node.op in ("TakeDataset", "SkipDataset", "ShardDataset")]
@@ -92,21 +92,22 @@ class DatasetGraph:
         """True if the data set caches elements for later passes."""
         return any(node.op.startswith("CacheDataset") for nodes in self._bodies() for node in nodes)
 
-    @property
+    @functools.cached_property
     def can_fill_cache(self) -> bool:
         """True if it caches, and what `rebuilder` reads to fill the cache draws no order, or some that are cached."""
         is_alone = self._filled().op.startswith("CacheDataset")
         cached = {node.op for function in self._graph.library.function for node in function.node_def}
-        operations, sources = {node.name: node.op for node in self._graph.node}, self._sources()
+        operations, sources = {node.name: node.op for node in self._graph.node}, self._sources
         for name, operation in operations.items():
             cached |= {operations[each] for each in sources[name]} if operation.startswith("CacheDataset") else set()
         return self.caches and (is_alone or not self.shuffles or not cached.isdisjoint(_SEED_INPUTS))
 
-    @property
+    @functools.cached_property
     def shuffles(self) -> bool:
         """True if each iterator over the data set draws an order, or numbers, that depend on those before."""
         return any(node.op in _SEED_INPUTS for nodes in self._bodies() for node in nodes)
 
+    @functools.cached_property
     def _sources(self) -> dict[str, set[str]]:
         """Returns, for each operation by its name, itself and all that it is computed from."""
         found: dict[str, set[str]] = {}
@@ -202,7 +203,7 @@ class DatasetGraph:
 
     def _below(self) -> list[Any]:
         """Returns what shuffles read that is shuffled itself: it draws an order when their first element is read."""
-        nodes, sources = {node.name: node for node in self._graph.node}, self._sources()
+        nodes, sources = {node.name: node for node in self._graph.node}, self._sources
         read = [nodes[node.input[0].split(":")[0]] for node in nodes.values() if node.op.startswith("Shuffle")]
         shuffled = {name for name, node in nodes.items() if node.op.startswith("Shuffle")}
         return [] if self.caches else [node for node in read if not shuffled.isdisjoint(sources[node.name])]

@@ -47,6 +47,19 @@ class Restart:
             begin_passes(self.source, passes, DatasetGraph(self.source).caches)
         return self.distribute(self.source.skip(batches) if batches else self.source)
 
+    def draw_below(self, reads: int) -> None:
+        """Draws the orders of shuffles below another one, which draw when the first element is read.
+
+        Args:
+          reads: number of iterators from which an element was read.
+        """
+        shuffle = None if DatasetGraph(self.source).caches else inputs.nearest_shuffle(self.source)
+        while shuffle is not None:
+            _, below, *_ = inputs.with_sources(shuffle)
+            shuffle = inputs.nearest_shuffle(below)
+            for _ in range(reads if shuffle is not None else 0):
+                iter(below)
+
 
 @dataclasses.dataclass
 class Orders:
@@ -81,24 +94,6 @@ def begin_passes(dataset: tf.data.Dataset, count: int, caches: bool = False) -> 
             iter(dataset)
 
 
-def draw_below(restart: Any, reads: int) -> None:
-    """Draws the orders of shuffles below another one, which draw when the first element is read.
-
-    Args:
-      restart: see `restart_of`. Workers of parameter servers draw those of theirs when they read the data.
-      reads: number of iterators over it from which an element was read.
-    """
-    if not isinstance(restart, Restart):
-        restart.reads += reads
-    own = isinstance(restart, Restart) and not DatasetGraph(restart.source).caches
-    shuffle = inputs.nearest_shuffle(restart.source) if own else None
-    while shuffle is not None:
-        _, below, *_ = inputs.with_sources(shuffle)
-        shuffle = inputs.nearest_shuffle(below)
-        for _ in range(reads if shuffle is not None else 0):
-            iter(below)
-
-
 def read(dataset: tf.data.Dataset) -> None:
     """Reads a data set to its end, and forgets it; within the default device."""
     dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
@@ -124,7 +119,7 @@ def distributed_once(dataset: tf.data.Dataset, engine: Any) -> Any:
 
 
 def restart_of(distributed: Any) -> Any:
-    """Something with the method `after` of `Restart`; None if a pass can't begin in the middle."""
+    """Something with the methods of `Restart`; None if a pass can't begin in the middle."""
     if hasattr(distributed, "after"):
         return distributed
     if isinstance(distributed, tf.data.Dataset):

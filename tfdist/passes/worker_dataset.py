@@ -22,6 +22,23 @@ from tfdist.passes.handle import DistributedDataset, refuse_graph
 _MAX_SHIPPED_BYTES = 2**31 - 2**20
 
 
+@dataclasses.dataclass(eq=False)
+class Pass:
+    """A pass over the data by the workers, which its feed has.
+
+    Attributes:
+      number: see `WorkerDataset.begin_pass`.
+      readers: the workers that have read their own shares; None if all of them do.
+      is_irregular: True if a worker has read anything but its own share, once.
+      reads: number of passes that workers had read before, those before the run was resumed included.
+    """
+
+    number: int
+    readers: Collection[int] | None = None
+    is_irregular: bool = False
+    reads: int = 0
+
+
 @dataclasses.dataclass
 class _Share:
     """A share where it was rebuilt; the numbers of iterators over it, and of those that are read."""
@@ -72,14 +89,11 @@ class WorkerDataset(DistributedDataset):
         self._shipped: tf.distribute.coordinator.PerWorkerValue | None = None
         # Rebuilds a share on the worker of the calling thread; set with `_shipped`.
         self._build: Any = None
-        # Number of iterators that were made over the data, and of those that workers have read; these, and those that
-        # were read before the run was resumed.
-        self.passes = self.passes_read = self.reads = 0
-        # `reads` before each pass, by its number.
-        self._reads_before: dict[int, int] = {}
-        # The workers that have read their own shares of the last pass, and whether others may have read them.
-        self._readers: Collection[int] = range(engine.num_workers)
-        self.has_moved = False
+        # Number of iterators that were made over the data, and of those that workers have read, those before the run
+        # was resumed included.
+        self.passes = self.reads = 0
+        # The last one that workers have read.
+        self._last: Pass | None = None
         self._orders = progress.orders_of(dataset)
         # The share of each worker. Only that worker's thread uses it.
         self._own: dict[int, _Share] = {}
@@ -126,6 +140,10 @@ class WorkerDataset(DistributedDataset):
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """See `tf.distribute.DistributedDataset`."""
         return functools.reduce(reduce_func, self, initial_state)
+
+    def draw_below(self, reads: int) -> None:
+        """See `progress.Restart.draw_below`: workers draw when they read the data."""
+        self.reads += reads
 
     def after(self, passes: int, batches: int) -> WorkerDataset:
         """Returns the rest of a pass, shared among the workers; see `progress.Restart.after`."""
@@ -189,21 +207,19 @@ class WorkerDataset(DistributedDataset):
         return [size if size in (None, sys.maxsize) else size * self._num_parts for size in sizes]
 
     def iterate_on_workers(
-        self, number: int, position: Callable[[int], int] = lambda worker: 0, readers: Collection[int] | None = None
+        self, opened: Pass, position: Callable[[int], int] = lambda worker: 0
     ) -> tf.distribute.coordinator.PerWorkerValue:
         """Starts a pass: one iterator on each worker over its share.
 
         Args:
-          number: of the pass.
+          opened: the pass.
           position: Returns the number of batches that a worker skips; a restarted worker continues its share.
-          readers: will have the workers that have read their own shares; None if all of them do.
         """
-        reads = self._reads_before[number] = self.reads
-        self.passes_read, self.reads = self.passes_read + 1, reads + 1
-        workers = range(self._engine.num_workers)
-        # What an iterator that nobody has read did not draw is not known, so it is counted anew.
-        is_anew = self.has_moved or any(self.share(each) != 0 and each not in self._readers for each in workers)
-        self.has_moved, self._readers = False, workers if readers is None else readers
+        number, reads = opened.number, self.reads
+        opened.reads, self.reads = reads, reads + 1
+        # What iterators have drawn that were not read, or read too far, is not known: the share is made anew.
+        is_anew, self._last = self._is_irregular(self._last), opened
+        may_read_too_far = self._sharding == "deal" and self._graph.shuffles
         create = functools.partial(coordinator.create_on_workers, self._engine.coordinator)
         if self._shipped is None:
             self._build = self._shares()
@@ -211,7 +227,7 @@ class WorkerDataset(DistributedDataset):
 
         def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
             worker = coordinator.this_worker()
-            if is_anew and self._own[worker].below:
+            if is_anew and (may_read_too_far or self._own[worker].below):
                 self._own[worker] = self._build_share(worker)
                 dataset = self._own[worker].dataset
             self._catch_up(self._own[worker], number, reads)
@@ -222,17 +238,24 @@ class WorkerDataset(DistributedDataset):
 
         return create(iterate, self._shipped)
 
-    def iterate_piece(self, number: int, share: int, start: int, step: int) -> Iterator[Any]:
+    def _is_irregular(self, ended: Pass | None) -> bool:
+        """Returns True if workers have not all read their own shares of a pass, once."""
+        if ended is None or ended.readers is None:
+            return ended is not None and ended.is_irregular
+        readers = [worker for worker in range(self._engine.num_workers) if self.share(worker) != 0]
+        return ended.is_irregular or not set(readers) <= set(ended.readers)
+
+    def iterate_piece(self, opened: Pass, share: int, start: int, step: int) -> Iterator[Any]:
         """Returns an iterator over every `step`-th batch of a share from `start` on, on the worker of this thread.
 
         Args:
-          number: of the pass.
+          opened: the pass.
           share: index of the worker whose share it is.
           start: position in the share.
           step: distance of the batches.
         """
         built = self._build_share(share)
-        self._catch_up(built, number, self._reads_before[number])
+        self._catch_up(built, opened.number, opened.reads)
         return iter(built.dataset.skip(start).shard(step, 0))
 
     def _build_own(self) -> tf.data.Dataset:
@@ -249,7 +272,7 @@ class WorkerDataset(DistributedDataset):
     def _build_share(self, share: int) -> _Share:
         dataset, cache, *below = self._build(share)
         is_left_early = self._sharding in ("shard", "deal") and self._cardinality >= 0
-        if self._graph.can_fill_cache and (is_left_early or self.passes_read > 1):
+        if self._graph.can_fill_cache and (is_left_early or self.reads > 1):
             # A pass of known length ends with the worker's last batch, mostly before the end of the data. The cache
             # would stay incomplete, and be filled anew in another order than on the other workers. Data of unknown
             # length are read to their end, and endless ones have none.

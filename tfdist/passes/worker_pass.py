@@ -35,7 +35,7 @@ from tfdist.compat.tensorflow.coordinator import CHIEF_DEVICE
 from tfdist.passes import splitting
 from tfdist.passes.handle import HandleIterator, check_eager
 from tfdist.passes.worker_batch import WorkerBatch
-from tfdist.passes.worker_dataset import WorkerDataset
+from tfdist.passes.worker_dataset import Pass, WorkerDataset
 
 
 @dataclasses.dataclass(eq=False)
@@ -189,10 +189,10 @@ class WorkerFeed:
 
     def __init__(self, dataset: WorkerDataset, number: int) -> None:
         self._dataset = dataset
-        self._number = number
         self.is_counted = dataset.cardinality != tf.data.UNKNOWN_CARDINALITY
         self.in_step = self.is_counted and dataset.share(0) is not None
         self.pieces = Pieces(dataset.share_sizes(), dataset.can_move)
+        self._pass = Pass(number, self.pieces.readers if dataset.can_move else None)
         # By worker, a piece of another share, and the iterator over it.
         self._opened: dict[int, tuple[Piece, Any]] = {}
         self.ended = False
@@ -200,15 +200,11 @@ class WorkerFeed:
         self.at_end: set[int] = set()
         self.on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
         self.updates = 0
-        # Number of the pass among those that workers have read.
-        self._number_read = 0
 
     def begin(self) -> tf.distribute.coordinator.PerWorkerValue:
         """Makes the iterators on the workers, unless they are there; returns them."""
         if self.on_workers is None:
-            readers = self.pieces.readers if self._dataset.can_move else None
-            self.on_workers = self._dataset.iterate_on_workers(self._number, self._position, readers)
-            self._number_read = self._dataset.passes_read
+            self.on_workers = self._dataset.iterate_on_workers(self._pass, self._position)
         return self.on_workers
 
     def claim(self, worker: int, lost: Callable[[], Collection[int]]) -> Piece | None:
@@ -233,15 +229,14 @@ class WorkerFeed:
         """Returns the iterator of `worker`, in whose thread this is called, over a piece of another share."""
         opened, iterator = self._opened.get(worker, (None, None))
         if opened is not piece:
-            self._dataset.has_moved = True
-            place = piece.share, piece.position, piece.step
-            iterator = self._dataset.iterate_piece(self._number, *place)
+            self._pass.is_irregular = True
+            iterator = self._dataset.iterate_piece(self._pass, piece.share, piece.position, piece.step)
             self._opened[worker] = piece, iterator
         return iterator
 
     def release(self, worker: int) -> None:
         """Notes that `worker` was lost, with its iterators."""
-        self._dataset.has_moved = True
+        self._pass.is_irregular = True
         self.pieces.release(worker)
         self._opened.pop(worker, None)
 
@@ -270,8 +265,8 @@ class WorkerFeed:
         what = f"{self.num_missing} of its {total} batches" if self.is_counted else "an unknown number of batches"
         names = " and ".join(f"worker:{worker}" for worker in sorted(workers))
         return (
-            f"Pass {self._number_read} over the data ended without {what}. {names} was lost, and no other worker can "
-            "read its own data; give fit the data set itself, and the others take over its share."
+            f"Pass {self._pass.reads + 1} over the data ended without {what}. {names} was lost, and no other worker "
+            "can read its own data; give fit the data set itself, and the others take over its share."
         )
 
 

@@ -529,7 +529,7 @@ class DataPosition:
     def _rest(self, passes: int, batches: int, reads: int) -> Any:
         restart = progress.restart_of(self._epochs.dataset)
         if restart is not None:
-            progress.draw_below(restart, reads)
+            restart.draw_below(reads)
             return restart.after(passes, batches)
         if batches:
             _log.say(
