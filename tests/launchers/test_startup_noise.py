@@ -20,6 +20,8 @@ I0000 00:00:1795390331.446121   28695 cpu_feature_guard.cc:227] This TensorFlow 
 To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate flags.
 E0000 00:00:1795390352.686604   28695 cuda_platform.cc:52] failed call to cuInit: INTERNAL: UNKNOWN ERROR (303)
 W0000 00:00:1795530509.9  5024 local_rendezvous.cc:412] Local rendezvous is aborting with status: ABORTED: Cleanup -12
+W0000 00:00:1795999619.872398   10928 op_kernel.cc:1845] UNKNOWN: ConnectionError: model.fit on worker:0 waits for
+W0000 00:00:1795999784.932162   18096 preemption_notifier.cc:90] SIGTERM caught at 2026-11-30T00:49:44.932159622+00:00
 E0000 00:00:1795845181.86 28047 base_collective_executor.cc:252] BaseCollectiveExecutor::StartAbort ABORTED: worker:1 en
 The error could be from a previous operation. Restart your program to reset. [type.googleapis.com/tensorflow.Derived
 \t [[{{node CollectiveGatherV2}}]] [type.googleapis.com/tensorflow.DerivedStatus='']

@@ -13,6 +13,7 @@ from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 from tfdist.launchers.supervise.verdict import CAUSE_SECS, LEAST_SECS, FirstFailure
 
 RAISED, UNDECIDING = {"raised_secs": {"worker:0": 2.0}}, {"decides": False}
+LACKS = {"raised_secs": {"worker:0": 2.0}, "is_consequence": True}
 # Each case: ends as (task, code, time, options), the first failure, and the time of the decision.
 CASES = {
     "local: the first end decides": ([("worker:1", 1, 3.0, {}), ("worker:0", 1, 3.1, {})], "worker:1", 3.0),
@@ -25,6 +26,20 @@ CASES = {
         3.5,
     ),
     "local: a task that raised first does not exit": ([("worker:1", 1, 3.0, RAISED)], "worker:1", 3.0 + CAUSE_SECS),
+    "local: a task that calls sys.exit, and ends after the one that misses it": (
+        [("worker:0", 1, 3.0, LACKS), ("worker:1", 3, 3.5, {})],
+        "worker:1",
+        3.5,
+    ),
+    "local: a task that misses others that go on": ([("worker:0", 1, 3.0, LACKS)], "worker:0", 3.0 + CAUSE_SECS),
+    "local: all miss another one": (
+        [
+            ("worker:1", 1, 3.0, {**LACKS, "raised_secs": {"worker:0": 2.0, "worker:1": 2.1}}),
+            ("worker:0", 1, 3.1, LACKS),
+        ],
+        "worker:0",
+        3.1 + CAUSE_SECS,
+    ),
     "local: an exception that was caught long ago": ([("worker:1", 1, 100.0, RAISED)], "worker:1", 100.0),
     "local: a task that logged an exception and is killed": (
         [("worker:1", 1, 9.0, RAISED), ("worker:0", -9, 9.5, RAISED)],

@@ -184,6 +184,14 @@ def test_an_exception_of_one_worker_reaches_all_in_its_own_words(tmp_path: pathl
     assert "worker:1 ended with LookupError: my own words" in outputs[0]
 
 
+def test_an_exception_of_the_chief_outside_of_a_step_reaches_all_in_its_own_words(tmp_path: pathlib.Path):
+    """The service with which they hear of it ends with the chief."""
+    script = TRAINING + RAISES + "misfortune() if index == 0 else train()"
+    with process_cluster.workers(script, tmp_path) as running:
+        assert [worker.wait() for worker in running] == [1, 1]
+        assert "worker:0 ended with LookupError: my own words" in running[1].output.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [

@@ -33,6 +33,8 @@ from tfdist.policies.base import Aggregation
 _FAREWELL_SECS = 10.0
 # Likewise after a save of the chief's, which other workers come for when they are there.
 _SAVED_SECS = 60.0
+# Likewise after an exception, of which others may not have heard.
+_TOLD_SECS = 4.0
 # Time for a failed process to end.
 _END_SECS = 3.0
 _MESSAGE_CHARS = 500
@@ -144,17 +146,22 @@ def leave_at_exit(agreement: Agreement) -> None:
 
     def leave() -> None:
         agreement.end()
-        if agreement.is_chief and agreement.ended == worker_waits.HAS_ENDED:
-            pending = {str(task) for task in agreement.tasks[1:]}
-            until = time.monotonic() + (_SAVED_SECS if agreement.numbers else _FAREWELL_SECS)
-            with agreement.reporter.waiting("the end of the program"), contextlib.suppress(ConnectionError):
-                while pending and time.monotonic() < until:
-                    states = {task: agreement.read(task) for task in pending - agreement.lost().keys()}
-                    pending = {task for task, state in states.items() if state is None or not state.ended}
-                    time.sleep(0.1 if pending else 0.0)
+        if agreement.ended == worker_waits.HAS_ENDED:
+            with agreement.reporter.waiting("the end of the program"):
+                _stay_for_others(agreement, _SAVED_SECS if agreement.numbers else _FAREWELL_SECS)
         agreement.close()
 
     _forks.at_exit(leave)
+
+
+def _stay_for_others(agreement: Agreement, secs: float) -> None:
+    """Has the chief, with whom the service ends, wait so long for the ends of the others."""
+    pending, until = {str(task) for task in agreement.tasks[1:] if agreement.is_chief}, time.monotonic() + secs
+    with contextlib.suppress(ConnectionError):
+        while pending and time.monotonic() < until:
+            states = {task: agreement.read(task) for task in pending - agreement.lost().keys()}
+            pending = {task for task, state in states.items() if state is None or not state.ended}
+            time.sleep(0.1 if pending else 0.0)
 
 
 def tell_others_of_errors(agreement: Agreement) -> None:
@@ -164,21 +171,33 @@ def tell_others_of_errors(agreement: Agreement) -> None:
     """
     previous, process = sys.excepthook, os.getpid()
 
+    def report(message: str, error: BaseException) -> None:
+        # From then on the service fails for this process, too.
+        if not agreement.is_known(error):
+            context.report_error(message)
+
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         # A forked copy of the program is no worker.
-        if os.getpid() == process and threading.current_thread() is threading.main_thread():
+        is_ours = os.getpid() == process and threading.current_thread() is threading.main_thread()
+        stays, message = False, ""
+        if is_ours:
             # One line in place of TensorFlow's many.
             with contextlib.suppress(Exception):
                 error = agreement.failure_behind(error) or error
             kind = type(error)
+            stays = agreement.is_chief and issubclass(kind, Exception) and not issubclass(kind, ConnectionError)
             # One line, because TensorFlow logs it on each worker.
             text = " ".join(str(error).split())[:_MESSAGE_CHARS]
             message = f"{agreement.task} ended with {kind.__name__}: {text}"
             with contextlib.suppress(Exception):
                 agreement.end(message)
-                if not agreement.is_known(error):
-                    context.report_error(message)
+                if not stays:
+                    report(message, error)
         previous(kind, error, trace)
+        if stays:
+            with contextlib.suppress(Exception, KeyboardInterrupt):
+                _stay_for_others(agreement, _TOLD_SECS)
+                report(message, error)
         end_soon_after_exit()
 
     sys.excepthook = hook

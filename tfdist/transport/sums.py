@@ -221,9 +221,21 @@ class WorkerSums:
             graph: Any = tf.compat.v1.get_default_graph()
             before = self._last.get(graph)
             with tf.control_dependencies([graph.get_operation_by_name(before)] if before else []):
-                results = tf.numpy_function(function, [_owned(given)], dtypes)
+                results = tf.numpy_function(_raising_in_short(function), [_owned(given)], dtypes)
             self._last[graph] = results[0].op.name
             return results
+
+
+def _raising_in_short(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that raises the loss of a worker without frames of its own: TensorFlow logs them, twice."""
+
+    def call(*given: Any) -> Any:
+        try:
+            return function(*given)
+        except ConnectionError as error:
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 def _owned(flat: tf.Tensor) -> tf.Tensor:

@@ -21,12 +21,13 @@ from tfdist.launchers import environment
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, setting
 
 # Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, at the end of
-# a pass, and for sums that all tasks abort before they raise the same. Other warnings and errors stay, and log files
-# have all lines. (303): the machine has no NVIDIA driver.
+# a pass, at SIGTERM, and for sums that fail before Python raises the same. Other warnings and errors stay, and log
+# files have all lines. (303): the machine has no NVIDIA driver.
 _NOISE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\)|I0000 00:00:|To enable the following instructions: [A-Z]"
     r"|E0000 00:00:.*failed call to cuInit: .*\(303\)|W0000 00:00:.*Local rendezvous is aborting with status: ABORTED: "
     r"|[WE]0000 00:00:.*(?:Executor::StartAbort|\] Aborting \w+ with) |\t \[\[\{\{.*tensorflow\.DerivedStatus="
+    r"|W0000 00:00:.*\] (?:(?:Local rendezvous is aborting with status: )?UNKNOWN: ConnectionError: |SIGTERM caught )"
     r"|The error could be from a previous operation\. Restart your program to reset\."
 )
 
@@ -80,6 +81,9 @@ class Tracebacks:
         """Takes a traceback and what has followed; returns the lines to print, without what another task has raised."""
         if self.is_interrupted and _class_of(lines) == "KeyboardInterrupt":
             return []
+        if lines[1:2] == [""] and _class_of(lines) == "ConnectionError":
+            # TensorFlow's log of what a sum raises, which Python raises behind it.
+            return [line for line in lines[_end_of(lines) :] if line and not line.startswith("\t [[{{")]
         with self._lock:
             tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), {})
             printed = next((each for name, each in tasks.items() if name not in self.muted), lines)

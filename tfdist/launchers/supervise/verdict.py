@@ -7,7 +7,7 @@ because they miss it. So after some ends there is a wait for the cause:
 
 | first end | waits | for |
 |---|---|---|
-| `TRY_AGAIN_EXIT_CODE` | `CAUSE_SECS` | a task that fails otherwise |
+| `TRY_AGAIN_EXIT_CODE`, or for want of another task | `CAUSE_SECS` | a task that fails otherwise |
 | of a task that does not decide the job's result | `LEAST_SECS` | one that does |
 | while another task has raised before this one | `CAUSE_SECS` | the end of that task |
 """
@@ -38,11 +38,13 @@ class TaskFailure:
       task: name of the task.
       code: its exit code; None for a task that was lost.
       began_secs: time at which it began to fail: its last traceback, or its end.
+      is_consequence: True if it says itself that it lacks another task.
     """
 
     task: str
     code: int | None
     began_secs: float
+    is_consequence: bool = False
 
 
 class FirstFailure:
@@ -65,6 +67,7 @@ class FirstFailure:
         *,
         decides: bool = True,
         raised_secs: Mapping[str, float] | None = None,
+        is_consequence: bool = False,
     ) -> None:
         """Notes the failure of a task.
 
@@ -74,15 +77,17 @@ class FirstFailure:
           now_secs: time of its end.
           decides: True if its failure decides the result of the job.
           raised_secs: times of the tracebacks of tasks, this one's and those of tasks that have not ended.
+          is_consequence: see `TaskFailure`.
         """
         raised = {each: secs for each, secs in (raised_secs or {}).items() if now_secs - secs <= _RAISED_SECS}
         raised_here = raised.pop(task, now_secs)
-        new = TaskFailure(task, code, raised_here if code == _RAISED_EXIT_CODE else now_secs)
+        new = TaskFailure(task, code, raised_here if code == _RAISED_EXIT_CODE else now_secs, is_consequence)
         first = self.failure
         is_late = first is not None and not _is_cause(new, first)
         self.failure = cause = first if first is not None and is_late else new
         # Preempted tasks end one after the other, the one that saves last.
-        if cause.code == TRY_AGAIN_EXIT_CODE or any(secs < cause.began_secs for secs in raised.values()):
+        is_known = not cause.is_consequence and cause.code != TRY_AGAIN_EXIT_CODE
+        if not is_known or any(secs < cause.began_secs for secs in raised.values()):
             secs = math.inf if is_late else CAUSE_SECS
         else:
             secs = 0.0 if decides else LEAST_SECS
@@ -97,4 +102,6 @@ def _is_cause(new: TaskFailure, first: TaskFailure) -> bool:
     """Returns True if the failure that ended later began first."""
     if TRY_AGAIN_EXIT_CODE in (new.code, first.code):
         return new.code != first.code == TRY_AGAIN_EXIT_CODE
+    if new.is_consequence != first.is_consequence:
+        return first.is_consequence
     return new.began_secs < first.began_secs
