@@ -42,7 +42,7 @@ def test_a_traceback_of_several_tasks_is_printed_once_and_counted():
     assert tracebacks.has_raised("worker:2") and not tracebacks.has_raised("worker:3")
 
 
-def test_what_tensorflow_logs_of_a_loss_is_left_out():
+def test_what_tensorflow_logs_is_printed_once_and_left_out_of_a_loss():
     lost = "ConnectionError: a sum over all workers will never come"
     logged = [TRACEBACK, "", '  File "script_ops.py", line 269, in __call__', "", lost, "", "\t [[{{node PyFunc}}]]"]
     raised = [TRACEBACK, '  File "train.py", line 3, in <module>', lost]
@@ -50,7 +50,8 @@ def test_what_tensorflow_logs_of_a_loss_is_left_out():
     assert printed(task, [*logged, "loss: 1", *raised]) == ["loss: 1", *raised]
     assert tracebacks.has_raised("worker:0")
     other = [each.replace("Connection", "Value") for each in logged]
-    assert printed(task, other) == other
+    assert [printed(task, other) for _ in range(2)] == [other, []]
+    assert tracebacks.raised_by_several() == []
 
 
 def test_what_follows_the_same_traceback_is_printed_of_each_task():

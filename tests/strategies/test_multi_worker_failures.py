@@ -111,7 +111,7 @@ def test_no_wait_of_one_worker_alone_goes_on(tmp_path: pathlib.Path, policy: str
         assert f"{in_evaluate}, and worker:1 in model.save (saving " in each["exchange"]
         assert "worker:0 in model.evaluate, and worker:1 in model.fit" in each["gather"]
         assert "models differ" in each["rate"] and "learning_rate of 0.001 on worker:0, 1.001 on" in each["rate"]
-        stopped = "worker:0 in model.fit (outside of its steps), and worker:1 in model.fit (a step of 4 sums)"
+        stopped = "outside of its steps, as by metric.result()), and worker:1 in model.fit (a step of 4 sums)"
         assert (f"{in_evaluate}, and worker:1 in model.fit" if policy else stopped) in each["collective"]
         assert all("same models, calls and steps" in each[name] for name in ("exchange", "gather", "collective"))
     assert "on worker:0 waits for worker:1, which ended; every worker must make" in found[0]["ended"]

@@ -45,7 +45,7 @@ LOST = (
     "and its memory, and go on from a checkpoint with tfdist.callbacks.Resume"
 )
 # Parts of a call of Keras.
-STEP, OUTSIDE = "a step", "outside of its steps"
+STEP, OUTSIDE = "a step", "outside of its steps, as by metric.result()"
 
 
 @dataclasses.dataclass(frozen=True)
