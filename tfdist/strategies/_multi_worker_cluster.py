@@ -155,7 +155,7 @@ def leave_at_exit(agreement: Agreement) -> None:
 
 
 def _stay_for_others(agreement: Agreement, secs: float) -> None:
-    """Has the chief, with whom the service ends, wait so long for the ends of the others."""
+    """Waits on the chief, with which the service ends, so long for the ends of the others."""
     pending, until = {str(task) for task in agreement.tasks[1:] if agreement.is_chief}, time.monotonic() + secs
     with contextlib.suppress(ConnectionError):
         while pending and time.monotonic() < until:
