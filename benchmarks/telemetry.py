@@ -240,11 +240,11 @@ def _train_with_clock() -> dict[str, list[float]]:
             models[kind] = keras.Sequential([keras.Input((10,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
             models[kind].compile("sgd", "mse")
     found: dict[str, list[float]] = {"with": [], "without": [], "inside": []}
-    times = strategy._times
+    times = strategy._synchronous_engine.times
     for index in range(2 + 2 * FLAGS.pairs):
         kind = "with" if index % 4 in (0, 3) else "without"
         off = mock.patch.object(step_times, "timed", untimed) if kind == "without" else contextlib.nullcontext()
-        strategy._times = times if kind == "with" else None
+        strategy._synchronous_engine.times = times if kind == "with" else None
         ends = Ends()
         with off:
             models[kind].fit(data, steps_per_epoch=_STEPS_PER_EPOCH + 5, epochs=1, callbacks=[ends], verbose=0)

@@ -78,6 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "engines.base": {"passes", "policies", "step.step"},
     # Engines don't import each other.
     "engines.agreement": {*_ENGINES, "_sockets", "cluster"},
+    "engines.synchronous": _ENGINES,
     "engines.threads": _ENGINES,
     "engines.quorum": {*_ENGINES, "engines.agreement"},
     "engines.averaging_step": _ENGINES,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,12 +26,13 @@ from tfdist.compat.keras.scope import (
 )
 from tfdist.compat.tensorflow import graphs, inputs, replicas, variables
 from tfdist.engines.averaging import AveragingEngine
+from tfdist.engines.synchronous import SynchronousEngine
 from tfdist.engines.warmup import WarmupEngine
 from tfdist.passes import handle as handles
 from tfdist.passes.handle import BatchHandle, part_spec
 from tfdist.policies.base import Aggregation
 from tfdist.policies.warmup import Warmup
-from tfdist.step import rehearsal, scope, trials
+from tfdist.step import rehearsal, scope
 from tfdist.step.replicas import (
     REDUCED,
     build_optimizer,
@@ -39,7 +41,6 @@ from tfdist.step.replicas import (
     mark_reduced,
     part_of_replica,
     run_prediction,
-    run_step,
 )
 from tfdist.step.step import Step
 from tfdist.step.step_times import StepClock, Timed
@@ -93,8 +94,6 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     _warmup: Warmup | None = None
     # The policy that decides about each update after the phase.
     _aggregation: Aggregation | None = None
-    # Takes the times of train steps; None with a policy that decides about updates.
-    _times: StepClock | None = None
     # Number of gradients in the last update, if another process decides.
     _num_contributed = 0
     # True if the loops of all models share an object of the strategy, so that one thread at a time may be in a loop.
@@ -162,7 +161,8 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         step = Step(fn)
         is_train = len(args) == 1 and not kwargs and step.is_bound and step.kind == "train"
         if is_train and isinstance(args[0], Timed):
-            return tf.nest.map_structure(mark_reduced, self._run_timed(step, args[0]))
+            self._prepare(step.model)
+            return tf.nest.map_structure(mark_reduced, (self._averaging or self._synchronous_engine).run(step, args[0]))
 
         # Loops of callbacks over data of their own have such elements, too, within `fit`.
         def untimed(given: Any) -> Any:
@@ -179,35 +179,25 @@ class KerasSteps(tf.distribute.Strategy, Closing):
             return self._run_function(step, args, kwargs, options)
         if not tf.executing_eagerly():
             self._build_for(step, args[0])
-        times = None
         if step.kind == "train":
             self._prepare(step.model)
-            times = self._times.begin() if self._is_timed else None
         else:
             check_model(self, step.model)
-        return run_step(
-            self,
-            lambda each, given: self._run_stock(each, (given,), options=options, model=step.model),
-            step,
-            args[0],
-            self._sum_over_workers,
-            sum_gradients=self._sum_gradients,
-            times=times,
-            sums=trials.sums_in(self, step, part_of_replica(self, args[0], 0), self.num_replicas_in_sync),
-        )
-
-    def _run_timed(self, step: Step, timed: Timed) -> Any:
-        """Runs a model's `train_step` on an element of the data that this process reads for `fit`."""
-        averaging: Any = self._averaging
-        self._prepare(step.model)
-        return averaging.run(step, timed)
+        return self._synchronous_engine.step(step, args[0], options)
 
     def _batch_of_timed(self, step: Step, timed: Timed) -> Any:
         """The batch of such an element, as distributed values for a function that is no method of the model."""
-        del timed
+        if self._averaging is None:
+            return self._synchronous_engine.batch_of(timed)
         if step.kind == "train":
             raise _no_method(step.function)
         raise handles.refused(f"strategy.run({step.function!r}, ...) with a batch")
+
+    @functools.cached_property
+    def _synchronous_engine(self) -> SynchronousEngine:
+        """Makes the steps that no policy takes apart."""
+        sums = self._sum_over_workers, self._sum_in_step, self._sum_gradients
+        return SynchronousEngine(self, self._run_stock, *sums)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution; see `train_functions.ask_strategies`.
@@ -231,20 +221,16 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         return handles.executions(model, stock, prepare)
 
     @property
-    def _is_timed(self) -> bool:
-        """True if this step's times are taken; the engine of a warmup phase counts its updates itself."""
-        return self._times is not None and not self.distribution.is_warming()
-
-    @property
     def note_read(self) -> Callable[[Callable[[], Any]], Any] | None:
         """Reads a batch and notes the times, or None: see `inputs.leave_untuned`."""
-        return self._times.note_read if self._times else None
+        times = self._synchronous_engine.times
+        return times.note_read if times else None
 
     def _take_times(self, num_rows: int, own_row: int | None, device: str, averages: bool = False) -> StepClock:
         """Begins to take the times of train steps; see `StepClock`. An engine that averages records them later."""
         times, recorder = StepClock(num_rows, own_row, device), self.distribution.recorder
         if not averages:
-            self._times, recorder.is_complete = times, True
+            self._synchronous_engine.times, recorder.is_complete = times, True
 
         # A monitor of the user's may ask for a report beside the callback of a fit.
         lock = threading.Lock()
@@ -328,13 +314,15 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         check_model(self, model)
         build_optimizer(self, model)
 
-    @property
-    def _sum_gradients(self) -> SumGradients | None:
-        """Sums the gradients of a Keras step, if they aren't sent as they are."""
-        return None
+    def _sum_gradients(self, in_step: bool = False) -> SumGradients | None:
+        """Returns what sums gradients, if they aren't sent as they are; see `SynchronousEngine`."""
+        del in_step
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(tensors)
+
+    def _sum_in_step(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._sum_over_workers(tensors)
 
 
 def build_model(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step: str, spec: Any = None) -> None:

@@ -23,17 +23,13 @@ from tfdist.engines.agreement import Agreement
 from tfdist.engines.averaging import AveragingEngine
 from tfdist.engines.quorum import QuorumEngine
 from tfdist.engines.warmup import WarmupEngine
-from tfdist.passes import handle as handles
 from tfdist.passes import progress, splitting
-from tfdist.passes.shares import Shares
 from tfdist.policies import composition
 from tfdist.policies.base import Aggregation, Policy, Update
-from tfdist.step import one_replica, step_times, trials
+from tfdist.step import one_replica
 from tfdist.step.gradients import ProcessMemory, Transforms
-from tfdist.step.replicas import run_step
-from tfdist.step.step import Step
 from tfdist.strategies import _common, _communication, _devices, _multi_worker_cluster, _shared_calls, _shared_datasets
-from tfdist.strategies._compressed_sums import CompressedSums
+from tfdist.strategies._communication import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
 from tfdist.transport import gathers
@@ -156,40 +152,6 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         # Of all that is done at the end of the program the first.
         _forks.at_exit(self._agreement.end)
 
-    # Steps of `fit` on workers of one device each, without a policy. On each worker, in one graph:
-    #
-    #     tf.data        this worker's part of the batch, and the number of examples in all parts together
-    #     step           forward, backward; gradients weighed by examples; counts of the metrics
-    #     one sum        gradients, counts, logs and statistics of all workers
-    #     update         the optimizer, from the sums; the same on all workers
-    #
-    # What can be known without asking is not asked: all workers read the same batches (`_shared_datasets.compare`), so
-    # each knows the size of a batch, and in which step the data end. Where that does not hold, such as for data of
-    # unknown length, TensorFlow's own iterator asks the others.
-
-    def _run_timed(self, step: Step, timed: step_times.Timed) -> Any:
-        if self._averaging:
-            return super()._run_timed(step, timed)
-        (part, total), count = timed.given, self.num_replicas_in_sync
-        # `splitting.cut` says the size of parts only if all have it; a part without a graph has the size of its own.
-        is_even = not tf.executing_eagerly() and splitting.static_size(part) is not None
-
-        def shares_of(parts: list[Any]) -> Shares | None:
-            return None if is_even else Shares.of_batches(parts, lambda rows: (total, total < count), count)
-
-        run = lambda each, given: self._run_stock(each, (given,), model=step.model)  # noqa: E731
-        self._prepare(step.model)
-        sum_gradients = self._compressed.in_step if self._compressed else None
-        times = self._times.begin(tf.stack([timed.called, timed.got])) if self._is_timed else None
-        sums = trials.sums_in(self, step, part, count)
-        batch = self._batch_of_timed(step, timed)
-        return run_step(self, run, step, batch, self._sums.in_step, shares_of, sum_gradients, times, sums)
-
-    def _batch_of_timed(self, step: Step, timed: step_times.Timed) -> Any:
-        if self._averaging:
-            return super()._batch_of_timed(step, timed)
-        return replicas.values_of_replicas([timed.given[0]], always_wrap=False)
-
     def explained(self, error: Exception) -> BaseException | None:
         """See `Closing.explained`; in place of TensorFlow's error that of the data, or of a sum in Python."""
         of_data = _shared_datasets.explain(error) if isinstance(error, tf.errors.InvalidArgumentError) else None
@@ -212,10 +174,14 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         if self._compressed and not self.distribution.is_warming():
             self._compressed.prepare(model)
 
-    @property
-    def _sum_gradients(self) -> SumGradients | None:
+    def _sum_gradients(self, in_step: bool = False) -> SumGradients | None:
         # In the phase of a warmup gradients are not encoded.
-        return self._compressed.anywhere if self._compressed and not self.distribution.is_warming() else None
+        if self._compressed is None or self.distribution.is_warming():
+            return None
+        return self._compressed.in_step if in_step else self._compressed.anywhere
+
+    def _sum_in_step(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._sums.in_step(tensors)
 
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
@@ -268,7 +234,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         client, self._quorum_server = _multi_worker_cluster.connect_quorum(
             policy, cluster, self._agreement, stall_timeout_secs
         )
-        worker, sums = cluster.training_tasks.index(cluster.task), (self._sums.in_step, lambda: self._sum_gradients)
+        worker, sums = cluster.training_tasks.index(cluster.task), (self._sums.in_step, self._sum_gradients)
         self._quorum = QuorumEngine(self, worker, client, *sums, self._prepare, self._record, self._agreement)
         self._quorum.start()
         self.distribution.on_close += [self._quorum_server.close] if self._quorum_server else []
@@ -414,7 +380,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             whole = self._averaging.distribute(mapped() if mapped else dataset, lambda: distributed)
         # If the length is not known, the workers agree on the end in each step.
         if self._knows_sizes and is_known and tf.executing_eagerly():
-            whole = handles.DistributedDataset(self._times, step_times.timed(own), lambda: distributed)
+            whole = self._synchronous_engine.distribute(own, lambda: distributed)
         return self._warming.distribute(whole, [own]) if self._warming else whole
 
     def distribute_datasets_from_function(
