@@ -2,8 +2,8 @@
 """The protocol of all engines: what data sets, strategies and checkpoints need of each.
 
 A strategy chooses its engines when it is built, and has each make its data sets: `distribute`, whose arguments depend
-on what there is to read. From there on the handle of each batch names its engine. Averaging, whose step stays in Keras'
-graph, reads `step_times.Timed` elements in their place. What else an engine has, such as the averages before a
+on what there is to read. From there on the handle of each batch names its engine. Engines whose step stays in Keras'
+graph read `step_times.Timed` elements in their place. What else an engine has, such as the averages before a
 checkpoint, is between that engine and its strategy.
 """
 

@@ -49,9 +49,8 @@ from tfdist.engines.base import Engine
 from tfdist.passes import splitting
 from tfdist.passes.handle import DistributedDataset
 from tfdist.passes.shares import Shares, Sum, examples_of_others
-from tfdist.step import gradients, losses, one_replica, recording, rehearsal, step_times, trials
+from tfdist.step import contribution, gradients, losses, one_replica, recording, rehearsal, step_times, trials
 from tfdist.step import logs as logs_of_metrics
-from tfdist.step.contribution import times
 from tfdist.step.replicas import (
     by_device,
     counted_by,
@@ -156,8 +155,9 @@ class SynchronousEngine(Engine):
           options: see `step`.
         """
         strategy, model, training, in_fit = self._strategy, step.model, step.kind == "train", shares_of is not None
-        is_timed = training and self.times is not None and not strategy.distribution.is_warming()
-        timed = self.times.begin(limits) if self.times and is_timed else None
+        # The engine of a warmup phase counts its updates itself.
+        times = self.times if training and not strategy.distribution.is_warming() else None
+        timed = times.begin(limits) if times else None
         sums = trials.sums_in(strategy, step, part_of_replica(strategy, data, 0), replicas.count(strategy))
         sum_over_workers = self._sum_in_step if in_fit else self._sum_over_workers
         sum_gradients = self._sum_gradients(in_fit)
@@ -311,9 +311,9 @@ class _Weights:
     def weigh(self, given: Sequence[Any], optimizer: Any) -> Sequence[Any]:
         """Weights a replica's gradients for the sum over replicas."""
         if not self.weigh_loss and id(optimizer) not in self.sums.optimizers:
-            return [None if each is None else times(each, self.share()) for each in given]
+            return [None if each is None else contribution.times(each, self.share()) for each in given]
         factor = self.shares.rows[replicas.current()] > 0 if self.shares else 1.0
-        return [None if each is None else times(each, factor) for each in given]
+        return [None if each is None else contribution.times(each, factor) for each in given]
 
 
 def _before_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any:

@@ -98,7 +98,7 @@ class StepClock:
         return found
 
     def open(self, dataset: Any, fit: Any) -> Any:
-        """Opens a pass of `fit` over a data set of `Timed` elements, in place of an engine; see `Engine.open`.
+        """Opens a pass of `fit` over a data set of `Timed` elements, for an engine; see `Engine.open`.
 
         What is between two passes over the data belongs to no step, so the end of the last sum is forgotten.
         """
