@@ -221,6 +221,22 @@ def may_lack_examples(parts: Sequence[Any]) -> bool:
     return bool(sizes & {0, None}) and all(splitting.rows(part) is not None for part in parts)
 
 
+def shape_of_any_size(tensor: tf.Tensor) -> tf.TensorShape:
+    """Returns the shape of a tensor as one of any number of rows, if it is known to have none.
+
+    Keras takes an axis of no examples for one that it may squeeze, and an LSTM can't be traced.
+    """
+    return tf.TensorShape([None, *tensor.shape[1:]]) if _has_no_rows(tensor) else tensor.shape
+
+
+def _has_no_rows(leaf: Any) -> bool:
+    return tf.is_tensor(leaf) and bool(leaf.shape.rank) and leaf.shape[0] == 0
+
+
+def _of_any_size(leaf: Any) -> Any:
+    return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=shape_of_any_size(leaf)) if _has_no_rows(leaf) else leaf
+
+
 def filled(part: Any, sources: Sequence[Any] = ()) -> Any:
     """Returns the part itself, or one example if it has none.
 
@@ -279,7 +295,7 @@ def unless_empty(predict: Callable[..., Any]) -> Callable[..., Any]:
         results = list[Any]()
 
         def result_of(batch: Any) -> list[Any]:
-            results.append(predict(batch))
+            results.append(predict(tf.nest.map_structure(_of_any_size, batch, expand_composites=True)))
             return tf.nest.flatten(results[-1], expand_composites=True)
 
         def no_rows() -> list[Any]:

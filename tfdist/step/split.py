@@ -165,7 +165,7 @@ class SplitTrainStep:
 
         leaves = tf.nest.flatten(given, expand_composites=True)
         flat = [leaf for leaf in leaves if leaf is not None]
-        specs = [tf.TensorSpec(each.shape, each.dtype) for each in flat]
+        specs = [tf.TensorSpec(replicas.shape_of_any_size(each), each.dtype) for each in flat]
         # Here, where what a worker has of a lookup table is captured: not in the branch.
         call = graphs.bare_call(one_replica.trace(strategy, of_examples, specs))
         rows: Any = splitting.rows(batch)

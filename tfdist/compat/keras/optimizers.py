@@ -135,7 +135,7 @@ def check_can_meet() -> None:
         raise RuntimeError(
             "train_step: optimizer.apply can't add up the replicas' gradients inside of a conditional, a loop or a "
             "tf.function within the step; call it in the step itself, with gradients that are multiplied by the "
-            f"condition. Received: a call inside of one, {tf.distribute.get_strategy().num_replicas_in_sync} replicas"
+            f"condition. Received: a call inside of one, {replicas.count(tf.distribute.get_strategy())} replicas"
         )
 
 
