@@ -72,10 +72,10 @@ def take_over(strategy: tf.distribute.Strategy, model: keras.Model, anew: bool =
     for optimizer in optimizers_of(model):
         scope.take_over(strategy, optimizer)
         scope.check_made_in_scope(strategy, optimizer.variables)
-    metrics = [*model.metrics, *models.given_metrics(model)]
+    given = [each for each in models.given_metrics(model) if isinstance(each, keras.metrics.Metric)]
     losses = [vars(each).values() for each in tf.nest.flatten(model.loss) if isinstance(each, keras.losses.Loss)]
     of_losses = [value for values in losses for value in values if isinstance(value, keras.Variable)]
-    for variable in [*(each for metric in metrics for each in metric.variables), *of_losses]:
+    for variable in [*(each for metric in (*model.metrics, *given) for each in metric.variables), *of_losses]:
         if not scope.belongs_to(strategy, variable):
             scope.move_variable(strategy, variable)
             _keep_in_first_copy(strategy, variable)

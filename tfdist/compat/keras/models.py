@@ -258,11 +258,6 @@ def compiled_losses(model: keras.Model) -> list[Any]:
     return [loss.loss for loss in getattr(compiled, "_flat_losses", None) or [] if loss.loss is not None]
 
 
-def given_metrics(model: keras.Model) -> list[Any]:
-    """The metric objects given to `compile`, also before Keras has built them into the model."""
-    return [metric for metric in _given_metrics(model) if isinstance(metric, keras.metrics.Metric)]
-
-
 def kept_until_compiled(model: keras.Model) -> dict[Any, Any]:
     """Returns a dictionary of the model, which is empty again once the model is compiled anew."""
     # Of a `compile` of the user's own, which may hand on less than it is given, its settings are new at least.
@@ -277,11 +272,12 @@ def kept_until_compiled(model: keras.Model) -> dict[Any, Any]:
 
 def names_of_given_metrics(model: keras.Model) -> list[str]:
     """The names of the metrics, or of their classes, given to `compile`."""
-    given = [metric for metric in _given_metrics(model) if metric is not None]
+    given = [metric for metric in given_metrics(model) if metric is not None]
     return [each if isinstance(each, str) else getattr(each, "__name__", type(each).__name__) for each in given]
 
 
-def _given_metrics(model: keras.Model) -> list[Any]:
+def given_metrics(model: keras.Model) -> list[Any]:
+    """The metrics given to `compile`, objects, names or None, also before Keras has built them into the model."""
     compiled = model._compile_metrics
     given = () if compiled is None else (compiled._user_metrics, compiled._user_weighted_metrics)
     return tf.nest.flatten(given)

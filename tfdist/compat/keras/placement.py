@@ -147,15 +147,12 @@ def _initializing(part: int) -> contextlib.AbstractContextManager:
 
 def _device(part: int) -> str | None:
     """Returns the device to compute a part on; None outside of replicas in a graph, such as one that is exported."""
-    strategy = tf.distribute.get_strategy()
-    parts = replicas.parts_of(strategy)
+    parts = replicas.parts_of(tf.distribute.get_strategy())
     if parts is None or part >= parts.count:
         return None
-    is_on_replica = not tf.distribute.in_cross_replica_context()
-    if tf.executing_eagerly():
-        # Eagerly, the chief of parameter servers computes.
-        return parts.groups[_replica()][part] if parts.hold_variables else None
-    return parts.groups[_replica()][part] if is_on_replica else None
+    # Eagerly, the chief of parameter servers computes.
+    is_here = parts.hold_variables if tf.executing_eagerly() else not tf.distribute.in_cross_replica_context()
+    return parts.groups[_replica()][part] if is_here else None
 
 
 def _around_placed(layer: weakref.ref[keras.Layer]) -> contextlib.AbstractContextManager:
