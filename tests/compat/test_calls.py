@@ -16,7 +16,7 @@ from keras.src.backend.tensorflow import trainer
 from overlapping import in_thread
 
 import tfdist
-from tfdist.compat.keras import calls, fit, functions
+from tfdist.compat.keras import calls, fit
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(120)]
 
@@ -178,7 +178,7 @@ def test_a_function_put_in_place_of_make_train_function_is_known(strategy: Any, 
         return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(calls.TRAINER, "make_train_function", timed)
-    functions.ask_strategies("train")
+    calls.ask_strategies("train")
     monkeypatch.setattr(type(strategy), "function_of", lambda self, model, kind, made: asked.append(kind) or made)
     _model(strategy).fit(X, Y, verbose=0)
     assert asked == ["train"]

@@ -11,7 +11,6 @@ import pytest
 
 from tfdist.launchers import requests
 from tfdist.launchers.kubernetes import launcher as kubernetes
-from tfdist.launchers.kubernetes import manifests
 from tfdist.launchers.kubernetes import task as kubernetes_task
 from tfdist.launchers.shape import Shape
 
@@ -22,7 +21,7 @@ ODD = ["two words", 'it\'s "$(HOME)" $$x `y`', "new\nline", "", "é", "--", "-m"
 
 def pods(**options):
     options = {"shape": Shape(2, 1, evaluator=True), "command": ("train.py", "--name=it's two words"), **options}
-    return manifests.Pods(**{"name": "run1", "image": "me/train:1", **options})
+    return kubernetes.Pods(**{"name": "run1", "image": "me/train:1", **options})
 
 
 def full(**options):

@@ -6,7 +6,7 @@ import os
 import fake_kubectl
 import pytest
 
-from tfdist.launchers import requests, tools
+from tfdist.launchers import requests
 from tfdist.launchers.kubernetes import launcher as kubernetes
 
 ARGUMENTS = ["--image=me/train:1", "--name=run1", "/app/train.py"]
@@ -66,7 +66,7 @@ def test_kubectl_that_is_late_brings_what_removes_the_job(cluster, monkeypatch):
         if "--dry-run=server" not in command:
             raise requests.ToolError("kubectl did not answer within 120 s", is_late=True)
 
-    monkeypatch.setattr(tools, "run_tool", run)
+    monkeypatch.setattr(requests, "run_tool", run)
     with pytest.raises(
         requests.LaunchError, match="may have created: kubectl delete secret,service,networkpolicy,job --"
     ):
@@ -75,7 +75,7 @@ def test_kubectl_that_is_late_brings_what_removes_the_job(cluster, monkeypatch):
 
 def test_a_refusal_keeps_all_that_the_tool_wrote():
     with pytest.raises(requests.ToolError) as caught:
-        tools.run_tool(["sh", "-c", "seq 1000 >&2; exit 1"])
+        requests.run_tool(["sh", "-c", "seq 1000 >&2; exit 1"])
     assert len(str(caught.value)) < 600 and caught.value.errors.startswith("1\n2\n")
 
 

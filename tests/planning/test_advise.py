@@ -13,7 +13,7 @@ import pytest
 
 from tfdist import cli
 from tfdist.doctor import measure as doctor_measure
-from tfdist.planning import advice, prediction
+from tfdist.planning import advise, prediction
 from tfdist.planning.profile import NoiseScale, Profile, Table
 
 NETWORK = prediction.from_flag("10Gbit", None, has_accelerators=True)
@@ -22,10 +22,10 @@ RESNET = profiles.make(0.25, 102_000_000)
 
 
 def ask(measured: Profile, links: prediction.Network = NETWORK, workers: tuple[int, ...] = (1, 2, 8), **given):
-    most_cost = given.pop("most_cost", advice.MOST_COST)
-    found = advice.rows(measured, links, workers, **given)
-    chosen = advice.recommended(found, measured, most_cost)
-    return found, chosen, "\n".join(advice.in_words(found, chosen, measured, most_cost))
+    most_cost = given.pop("most_cost", advise.MOST_COST)
+    found = advise.rows(measured, links, workers, **given)
+    chosen = advise.recommended(found, measured, most_cost)
+    return found, chosen, "\n".join(advise.in_words(found, chosen, measured, most_cost))
 
 
 def write(tmp_path: pathlib.Path, measured: Profile = RESNET) -> str:

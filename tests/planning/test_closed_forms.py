@@ -10,7 +10,7 @@ import pytest
 
 import tfdist
 from tfdist.planning import simulation
-from tfdist.planning.simulation import links
+from tfdist.planning.simulation import event_loop
 from tfdist.policies.asynchronous import Asynchronous
 
 _SECS = 0.1
@@ -42,7 +42,7 @@ def test_synchronous_parameter_servers_cost_the_closed_form(workers: int, server
 @pytest.mark.parametrize("workers", [1, 2, 8])
 def test_a_ring_all_reduce_in_the_simulator_costs_the_closed_form(workers: int):
     found = _simulated("MultiWorkerMirroredStrategy", workers, 0, list)
-    secs = links.ring_all_reduce_secs(_BYTES, workers, _BANDWIDTH, _LATENCY_SECS)
+    secs = event_loop.ring_all_reduce_secs(_BYTES, workers, _BANDWIDTH, _LATENCY_SECS)
     # The last update ends when its gradients have arrived.
     assert found.seconds == pytest.approx(50 * _SECS + 49 * secs, rel=1e-9)
 

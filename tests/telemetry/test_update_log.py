@@ -22,8 +22,16 @@ from hypothesis import strategies as st
 from tfdist import _files
 from tfdist.policies import Contribution
 from tfdist.telemetry.update_log import EventKind, Header, LogReader, LogWriter, Timeline, read_logs, records
-from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Scalars, Updates, of_records
-from tfdist.telemetry.update_log.segments import FULL, Segment
+from tfdist.telemetry.update_log.columns import (
+    FULL,
+    Contributions,
+    Events,
+    Groups,
+    Scalars,
+    Segment,
+    Updates,
+    of_records,
+)
 
 
 def write(directory: pathlib.Path, rows: Sequence[records.UpdateRecord], every: int = 0, **options) -> str:

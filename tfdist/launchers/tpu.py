@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from tfdist import _log
-from tfdist.launchers import command_line, shape, tools
+from tfdist.launchers import command_line, requests, shape
 from tfdist.launchers.requests import LaunchError, Request, Restarts, TaskRequest, setting, shell_join
 from tfdist.launchers.supervise.attempts import run_tasks
 from tfdist.launchers.supervise.output import LogSettings
@@ -146,7 +146,7 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
     Raises:
       LaunchError: gcloud is not installed, or fails before the script.
     """
-    tools.find_tool("gcloud", "install the Google Cloud CLI, or look at the commands with --dry_run")
+    requests.find_tool("gcloud", "install the Google Cloud CLI, or look at the commands with --dry_run")
     # These raise KeyboardInterrupt like Ctrl-C, so that the TPU is still deleted; nohup has SIGHUP ignored.
     signals = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
     before, after = {each: signal.signal(each, signal.default_int_handler) for each in signals}, request.after
@@ -154,8 +154,8 @@ def submit(request: TpuRequest, logs: LogSettings) -> int:
         for command in request.before:
             _log.say(shlex.join(command))
             try:
-                tools.run_tool(command, timeout_secs=_CREATE_TIMEOUT_SECS)
-            except tools.ToolError as error:
+                requests.run_tool(command, timeout_secs=_CREATE_TIMEOUT_SECS)
+            except requests.ToolError as error:
                 if "create" in command and re.search("already.exists", str(error), re.IGNORECASE):
                     after = ()  # It is another job's.
                 raise

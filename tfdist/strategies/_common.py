@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfdist import _checks, model_parallel
 from tfdist.compat.keras import calls, fit, models, saving
-from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.keras.scope import (
     adopt_seed_generators,
@@ -200,7 +199,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         return SynchronousEngine(self, self._run_stock, *sums)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns what makes an execution; see `train_functions.ask_strategies`.
+        """Returns what makes an execution; see `calls.ask_strategies`.
 
         Engines that run Python in each step of `fit` are called by a function in plain Python. All other steps are in
         the graph of the function that Keras has made.
@@ -351,7 +350,7 @@ def mend_keras(strategy: tf.distribute.Strategy) -> None:
     saving.clear_tasks()
     remember_lines()
     calls.before_each(strategy._before_call)
-    train_functions.ask_strategies("train")
+    calls.ask_strategies("train")
     replicas.give_keys(strategy)
     build_in_scope(strategy, scope.redirected)
     saving.wait_for_variables()

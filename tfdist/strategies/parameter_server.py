@@ -24,7 +24,6 @@ from tfdist import model_parallel
 from tfdist import transforms as gradient_transforms
 from tfdist.cluster import Cluster, note_joined
 from tfdist.compat.keras import calls, fit, models, saving, sharding
-from tfdist.compat.keras import functions as train_functions
 from tfdist.compat.keras.scope import allow_loops_without_run, build_in_scope, remember_lines
 from tfdist.compat.tensorflow import context, coordinator, graphs, inputs, variables
 from tfdist.compat.tensorflow.coordinator import lost_workers, stop_coordinator
@@ -171,7 +170,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         graphs.leave_library()
         saving.clear_tasks()
         calls.before_each(self._before_call)
-        train_functions.ask_strategies("train", "test", "predict")
+        calls.ask_strategies("train", "test", "predict")
 
     def _start_engine(self, data_sharding: str, transfer: str, stall_timeout_secs: float) -> None:
         """Starts the engine that runs all functions on the workers."""
@@ -394,7 +393,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             check_for_workers(step, asynchronous=self._training is self._engine)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Returns what makes an execution in plain Python; see `train_functions.ask_strategies`.
+        """Returns what makes an execution in plain Python; see `calls.ask_strategies`.
 
         One worker computes a whole batch that is given to `train_on_batch` and the like.
         """

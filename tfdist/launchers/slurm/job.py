@@ -25,7 +25,7 @@ from absl import flags
 
 from tfdist import _log
 from tfdist.cluster import JOB_SECRET_VARIABLE
-from tfdist.launchers import command_line, tools
+from tfdist.launchers import command_line, requests
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE, LaunchError, setting, shell_code
 from tfdist.launchers.shape import Shape
 from tfdist.launchers.slurm import exits
@@ -190,7 +190,7 @@ class BatchJob:
 def _ask(*command: str) -> str | None:
     """Returns the output of a Slurm command; writes a line and returns None if it failed."""
     try:
-        return tools.run_tool([tools.find_tool(command[0], "call this in a job"), *command[1:]])
+        return requests.run_tool([requests.find_tool(command[0], "call this in a job"), *command[1:]])
     except LaunchError as error:
         _log.say(" ".join(str(error).split()))
         return None

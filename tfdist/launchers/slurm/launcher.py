@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfdist import _log
-from tfdist.launchers import command_line, requests, shape, tools
+from tfdist.launchers import command_line, requests, shape
 from tfdist.launchers.requests import LaunchError, ToolError, make_folder, setting, shell_code, shell_join
 from tfdist.launchers.shape import Job, Shape
 from tfdist.launchers.slurm import job as slurm_job
@@ -266,12 +266,12 @@ def with_cpus(job: SlurmJob) -> SlurmJob:
     chosen = [f"--partition={partition}"] if partition else []
     refusal = ""
     try:
-        nodes = tools.run_tool(["sinfo", "--noheader", "--Node", *chosen, "--format=%P %c %Z %G"])
+        nodes = requests.run_tool(["sinfo", "--noheader", "--Node", *chosen, "--format=%P %c %Z %G"])
         if cpus := cpus_of_nodes(job, nodes.splitlines()):
             sharing = dataclasses.replace(job, cpus_per_task=cpus)
             # Slurm may reserve CPUs of a node, or close some to the partition.
             refusal = f"sbatch refuses {cpus} of them"
-            tools.run_tool(["sbatch", "--test-only"], plan(sharing))
+            requests.run_tool(["sbatch", "--test-only"], plan(sharing))
             _log.say(f"--cpus_per_task={cpus}: the tasks of a node share its CPUs")
             return sharing
     except LaunchError as error:
@@ -331,7 +331,7 @@ def _launch(values: flags.FlagValues, command: Sequence[str]) -> int:
     if not values.dry_run:
         if not pathlib.Path(job.directory).is_dir():
             raise LaunchError(f"--directory does not exist; name one that all hosts share. Received: {job.directory!r}")
-        tools.find_tool("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
+        requests.find_tool("sbatch", "call this on a login host of the cluster, or look at it with --dry_run")
         make_output_folders(job)
     request = plan(with_cpus(job))
     return command_line.submit_or_show(values, request, lambda: submit(request, job.used("output")[0]))

@@ -25,7 +25,7 @@ from absl import flags
 
 from tfdist import _log, _sockets
 from tfdist.cluster import Task
-from tfdist.launchers import command_line, local, shape, tools
+from tfdist.launchers import command_line, local, requests, shape
 from tfdist.launchers.environment import VISIBLE
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, Request, Restarts, TaskRequest, read_file, setting
 from tfdist.launchers.shape import Shape, SupervisedJob
@@ -137,7 +137,7 @@ def preflight(job: SshJob) -> list[str]:
     Raises:
       LaunchError: a host can't be used. The message has all problems of all hosts, in one line.
     """
-    tools.find_tool("ssh", "install an OpenSSH client")
+    requests.find_tool("ssh", "install an OpenSSH client")
     asked: dict[str, dict[str, Any]] = {}
     files = [] if job.command[0] == "-m" else [job.command[0]]
     for task, (host, slot) in job.places.items():

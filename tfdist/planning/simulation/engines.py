@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tfdist.planning.simulation import links
-from tfdist.planning.simulation.event_loop import Costs
-from tfdist.planning.simulation.links import FifoLink, Link
+from tfdist.planning.simulation import event_loop
+from tfdist.planning.simulation.event_loop import Costs, FifoLink, Link
 from tfdist.planning.simulation.models import ClusterModel, CodecModel, ModelProfile
 from tfdist.policies import composition
 from tfdist.policies.asynchronous import Asynchronous
@@ -66,7 +65,7 @@ class EngineModel:
         size, network, codec, update_secs = self._model.dense_bytes, self._network, self._codec, self._model.update_secs
         within = network.within_bandwidth, network.within_latency_secs
         # The devices of a worker sum their gradients.
-        step_secs = links.ring_all_reduce_secs(size, self.devices_per_replica, *within)
+        step_secs = event_loop.ring_all_reduce_secs(size, self.devices_per_replica, *within)
         codec_secs = size / codec.encode_bandwidth
         if self.strategy == PARAMETER_SERVER or codec.commutes_with_sum:
             codec_secs += size / codec.decode_bandwidth
@@ -79,7 +78,7 @@ class EngineModel:
         return Costs(
             gradient_secs=step_secs + codec_secs,
             update_secs=lambda count: self._exposed_secs(count) + update_secs,
-            join_secs=lambda count: links.broadcast_secs(state, count, *self._collective_link()),
+            join_secs=lambda count: event_loop.broadcast_secs(state, count, *self._collective_link()),
             needs_all=True,
         )
 
@@ -114,12 +113,15 @@ class EngineModel:
         if size and others:
             size *= codec.ratio
             if codec.commutes_with_sum:
-                secs, sent = links.ring_all_reduce_secs(size, participants, *link), 2 * others / participants * size
+                secs, sent = (
+                    event_loop.ring_all_reduce_secs(size, participants, *link),
+                    2 * others / participants * size,
+                )
             else:
-                secs, sent = links.ring_all_gather_secs(size, participants, *link), others * size
+                secs, sent = event_loop.ring_all_gather_secs(size, participants, *link), others * size
                 secs += participants * self._model.dense_bytes / codec.decode_bandwidth
         if rows:
-            secs, sent = secs + links.ring_all_gather_secs(rows, participants, *link), sent + others * rows
+            secs, sent = secs + event_loop.ring_all_gather_secs(rows, participants, *link), sent + others * rows
         return secs, sent
 
     def _exposed_secs(self, participants: int) -> float:

@@ -19,9 +19,17 @@ from collections.abc import Callable
 import numpy as np
 
 from tfdist import _files, _forks
-from tfdist.telemetry.update_log.columns import Contributions, Events, Scalars, Updates, of_records
+from tfdist.telemetry.update_log.columns import (
+    FULL,
+    SUFFIX,
+    Contributions,
+    Events,
+    Scalars,
+    Segment,
+    Updates,
+    of_records,
+)
 from tfdist.telemetry.update_log.records import EventKind, Header, UpdateRecord
-from tfdist.telemetry.update_log.segments import FULL, SUFFIX, Segment
 
 _LOGGER = logging.getLogger("tfdist")
 _MAX_TEXT = 500
