@@ -65,7 +65,7 @@ ENDED_BY = {
     "coordination/round_runner.py:RoundRunner.collect": "self._check_progress()",
     "coordination/round_runner.py:RoundRunner.start": "is_over()",
     "coordination/stalls.py:StallReporter._run": "self._stop",
-    "coordination/stream_runner.py:StreamRunner.collect": "self._check_progress()",
+    "coordination/round_runner.py:StreamRunner.collect": "self._check_progress()",
     "serving/embedded.py:EmbeddedCluster._watch": "self._is_closing",
     "serving/task.py:_await_chief": "LOST_SECS",
     "strategies/_multi_worker_cluster.py:leave_at_exit.leave": "agreement.lost()",

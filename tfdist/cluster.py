@@ -114,7 +114,10 @@ class Task:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "type", _job_name(self.type, "task.type"))
-        _check_index(self.index)
+        if type(self.index) is not int:
+            raise _wrong("task.index", "is not an integer", "write a plain number, such as 1", self.index)
+        if not 0 <= self.index <= _MAX_INDEX:
+            raise _wrong("task.index", "is out of range", "indices start at 0", self.index)
 
     def __str__(self) -> str:
         return f"{self.type}:{self.index}"
@@ -388,13 +391,6 @@ def _job_name(name: Any, where: str) -> str:
     if normal not in JOBS:
         raise _wrong(where, "is not a known job", f"use one of {', '.join(JOBS)}", name)
     return normal
-
-
-def _check_index(index: Any) -> None:
-    if type(index) is not int:
-        raise _wrong("task.index", "is not an integer", "write a plain number, such as 1", index)
-    if not 0 <= index <= _MAX_INDEX:
-        raise _wrong("task.index", "is out of range", "indices start at 0", index)
 
 
 def _check_task(task: Any, jobs: Mapping[str, Mapping[int, str]]) -> None:

@@ -236,30 +236,10 @@ def parse_cluster(text: str, task: str) -> Cluster:
 # Strategies.
 
 
-def _mirrored(values: flags.FlagValues, policies: list[Any]) -> Any:
-    return tfdist.MirroredStrategy(
-        values.tfdist_devices, policies=policies, devices_per_replica=values.tfdist_devices_per_replica
-    )
-
-
-def _multi_worker(values: flags.FlagValues, policies: list[Any]) -> Any:
-    return tfdist.MultiWorkerMirroredStrategy(
-        policies=policies,
-        start_timeout_secs=values.tfdist_start_timeout_secs,
-        devices_per_replica=values.tfdist_devices_per_replica,
-    )
-
-
-def _parameter_server(values: flags.FlagValues, policies: list[Any]) -> Any:
-    return tfdist.ParameterServerStrategy(
-        policies=policies,
-        data_sharding=values.tfdist_data_sharding,
-        num_workers=values.tfdist_num_workers,
-        num_ps=values.tfdist_num_ps,
-        start_timeout_secs=values.tfdist_start_timeout_secs,
-        transfer=values.tfdist_transfer,
-        devices_per_replica=values.tfdist_devices_per_replica,
-    )
+def _build_own(strategy: str, arguments: str, values: flags.FlagValues, policies: list[Any]) -> Any:
+    """Builds a strategy of tfdist from its name, and from those of the arguments that have a flag."""
+    given = {name: values[f"tfdist_{name}"].value for name in arguments.split()}
+    return getattr(tfdist, strategy)(policies=policies, **given)
 
 
 def _tpu(values: flags.FlagValues, policies: list[Any]) -> Any:
@@ -290,8 +270,14 @@ def _tpu(values: flags.FlagValues, policies: list[Any]) -> Any:
 
 
 _BUILDERS: dict[str, Callable[[flags.FlagValues, list[Any]], Any]] = {
-    "mirrored": _mirrored,
-    "multi_worker": _multi_worker,
-    "parameter_server": _parameter_server,
+    "mirrored": functools.partial(_build_own, "MirroredStrategy", "devices devices_per_replica"),
+    "multi_worker": functools.partial(
+        _build_own, "MultiWorkerMirroredStrategy", "start_timeout_secs devices_per_replica"
+    ),
+    "parameter_server": functools.partial(
+        _build_own,
+        "ParameterServerStrategy",
+        "data_sharding num_workers num_ps start_timeout_secs transfer devices_per_replica",
+    ),
     "tpu": _tpu,
 }

@@ -9,7 +9,7 @@ import pytest
 from waiting import wait_until
 
 import tfdist
-from tfdist.coordination.stream_runner import StreamRunner
+from tfdist.coordination.round_runner import StreamRunner
 from tfdist.policies.asynchronous import Asynchronous
 
 pytestmark = pytest.mark.timeout(60)

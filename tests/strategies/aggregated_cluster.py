@@ -54,7 +54,7 @@ def strategy(with_spares: Callable[[int], tfdist.ParameterServerStrategy]) -> tf
 def leaves_nothing_behind(cluster: Any) -> Iterator[None]:
     """In the place of the general check, which would take a worker that was started again for one left behind."""
     yield
-    wait_until(lambda: not coordinator.lost_workers(cluster.distribution.coordinator), STALL_SECS)
+    wait_until(lambda: not coordinator.lost_workers(cluster._engine.coordinator), STALL_SECS)
 
 
 class Straggler:

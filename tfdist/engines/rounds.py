@@ -47,11 +47,11 @@ from tfdist.compat.tensorflow import coordinator, replicas
 from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
 from tfdist.coordination import delay_hook, stalls
 from tfdist.coordination.round_runner import RoundRunner
-from tfdist.engines import scope_checks
 from tfdist.engines.asynchronous import AsynchronousEngine
 from tfdist.engines.base import Engine
 from tfdist.engines.transfer import encoding
 from tfdist.engines.transfer.plan import TransferPlan
+from tfdist.engines.worker_function import check_graph
 from tfdist.passes import splitting
 from tfdist.passes.worker_batch import PartLayout, WorkerBatch
 from tfdist.passes.worker_dataset import WorkerDataset, WorkerDatasetFromFunction
@@ -395,7 +395,7 @@ class RoundStep:
         self.contribute = self._step.settled(
             lambda: self._trace(self._contribute_next, [tf.data.IteratorSpec(element)])
         )
-        scope_checks.check_graph(step, self.contribute)
+        check_graph(step, self.contribute)
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.contribute.outputs[: -1 - self._marks_end]]
         self.push = None if self._bundles.are_small else self._trace(self._to_servers, self._specs)
         if self.push is not None and self._encoding is not None:

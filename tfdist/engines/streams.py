@@ -33,7 +33,7 @@ import tensorflow as tf
 from tfdist import _log
 from tfdist.compat.tensorflow import coordinator
 from tfdist.coordination import delay_hook
-from tfdist.coordination.stream_runner import StreamRunner
+from tfdist.coordination.round_runner import StreamRunner
 from tfdist.engines import rounds
 from tfdist.engines.rounds import RoundStep, parts_of_batch
 from tfdist.passes.worker_pass import ChiefFeed, WorkerFeed, WorkerIterator

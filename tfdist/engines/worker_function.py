@@ -16,7 +16,6 @@ import tensorflow as tf
 from tfdist.compat.keras import optimizers
 from tfdist.compat.tensorflow import coordinator, graphs
 from tfdist.compat.tensorflow.coordinator import SERVER_DEVICE
-from tfdist.engines import scope_checks
 from tfdist.engines.accumulation import Accumulation
 from tfdist.engines.transfer import plan
 from tfdist.engines.transfer.plan import TransferPlan
@@ -239,7 +238,7 @@ class Program:
 
     def _trace(self, on_worker: Callable[..., list[tf.Tensor]]) -> Callable[..., list[tf.Tensor]]:
         traced = one_replica.trace(self._strategy, on_worker, self._input_specs())
-        scope_checks.check_graph(self._step, traced)
+        check_graph(self._step, traced)
         return traced
 
     def _input_specs(self) -> list[Any]:
@@ -421,6 +420,18 @@ class Programs:
 
         # Not one of the model's variables: the caller may be in the strategy's scope, or in a graph.
         return graphs.call_outside(make)
+
+
+def check_graph(step: Step, traced: Any) -> None:
+    """Raises ValueError if `traced`, the concrete function of a step, uses a data set that was made outside of it."""
+    fn = step.function
+    name = {"predict": "predict_step"}.get(step.kind, getattr(fn, "__name__", str(fn)))
+    if any(captured.dtype == tf.variant for captured in traced.captured_inputs):
+        raise ValueError(
+            f"ParameterServerStrategy: {name} uses a tf.data.Dataset that was made outside of it, where no "
+            "worker reads; give it to fit, evaluate or predict together with the other data "
+            f"(tf.data.Dataset.zip((data, others))), or make it within {name}. Received: a captured tf.data.Dataset"
+        )
 
 
 # Arguments of `strategy.run`, and the batches among them: their specs, their values, and the step that reads them.

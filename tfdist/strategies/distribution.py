@@ -45,7 +45,6 @@ class Distribution:
       agreement: exchange of small values between workers; None if this process trains alone.
       broadcast: gives the chief's values to variables on all workers; needed only if there is an `agreement`.
       serving: the cluster's worker and ps processes, under ParameterServerStrategy only.
-      coordinator: the `ClusterCoordinator`, under ParameterServerStrategy only.
       bytes_sent: returns the bytes that each worker has sent so far, where tfdist counts them itself; else none.
       usage: returns the counters of the tasks' processes, by task; fetches them where they are elsewhere.
       own_usage: returns the counters of this process.
@@ -70,7 +69,6 @@ class Distribution:
     agreement: Agreement | None = None
     broadcast: Callable[[Sequence[Any]], None] = lambda variables: None
     serving: Attachment | None = None
-    coordinator: Any = None
     bytes_sent: Callable[[], Sequence[int]] = lambda: ()
     usage: Callable[[], dict[str, Usage]] = dataclasses.field(init=False)
     own_usage: Callable[[], Usage] = dataclasses.field(default_factory=lambda: Sampler().sample)

@@ -189,7 +189,10 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         self._trained_alone = f"each of {len(cluster.training_tasks)} workers would train a model of its own"
         addresses = {task: cluster.address(task) for task in cluster.training_tasks}
         agreement = self._agreement = Agreement(cluster.task, cluster.training_tasks, addresses)
-        self.distribution.agreement, self.distribution.broadcast = agreement, self._broadcast_from_chief
+        self.distribution.agreement = agreement
+        self.distribution.broadcast = lambda given: one_replica.broadcast(
+            given, agreement.is_chief, self._sum_over_workers
+        )
         replicas.note_traced(self, agreement.note_traced)
         _multi_worker_cluster.share_random_state(agreement)
         agreement.start(has_gpus=any("GPU" in device for device in self.extended.worker_devices))
@@ -411,9 +414,6 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return self._sums(tensors)
-
-    def _broadcast_from_chief(self, variables: Sequence[Any]) -> None:
-        one_replica.broadcast(variables, self._agreement.is_chief, self._sum_over_workers)
 
 
 def _is_for_predict() -> bool:

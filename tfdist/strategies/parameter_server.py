@@ -24,12 +24,12 @@ from tfdist import model_parallel
 from tfdist import transforms as gradient_transforms
 from tfdist.cluster import Cluster, note_joined
 from tfdist.compat.keras import calls, fit, models, saving, sharding
-from tfdist.compat.keras.scope import allow_loops_without_run, build_in_scope, remember_lines
+from tfdist.compat.keras.scope import allow_loops_without_run, build_in_scope, check_made_in_scope, remember_lines
 from tfdist.compat.tensorflow import context, coordinator, graphs, inputs, variables
 from tfdist.compat.tensorflow.coordinator import lost_workers, stop_coordinator
 from tfdist.compression import on_servers
 from tfdist.coordination import rendezvous, stalls
-from tfdist.engines import scope_checks, server_calls, worker_function
+from tfdist.engines import server_calls, worker_function
 from tfdist.engines.asynchronous import AsynchronousEngine
 from tfdist.engines.rounds import RoundEngine
 from tfdist.engines.server_calls import ServerMemory, TaskUsages
@@ -112,12 +112,13 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         transfer_plan.check_mode(transfer)
         partitioner = sharded_tables.fitting(variable_partitioner)
         num_cpus = _devices.served_cpus(devices_per_replica)
-        cluster = _find_cluster(cluster_resolver)
+        cluster = embedded.cluster_of(cluster_resolver) if cluster_resolver else Cluster.from_environment()
         if cluster is None:
             num_workers, num_ps = 2 if num_workers is None else num_workers, 1 if num_ps is None else num_ps
             embedded.check_sizes(num_workers, num_ps)
             _devices.check_embedded(devices_per_replica, num_workers)
         else:
+            cluster.check_parameter_server()
             note_joined()
             if cluster.task.type in ("worker", "ps"):
                 sys.exit(embedded.serve(cluster, start_timeout_secs, num_cpus if cluster.task.type == "worker" else 1))
@@ -163,7 +164,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         # `run` and `reduce` of this class choose the worker themselves; the stock check would only warn.
         coordinator.allow_without_coordinator(self)
         variables.replace_colocation(self, lambda stock: scope.colocating(self, self._scope, stock))
-        scope_checks.check_colocation(self)
+        variables.replace_colocation(self, functools.partial(_in_scope_only, self))
         allow_loops_without_run()
         build_in_scope(self, scope.redirected)
         saving.wait_for_variables()
@@ -184,7 +185,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
             data_sharding=data_sharding,
         )
         self._engine.servers = self._serving.cluster.jobs["ps"]
-        self.distribution.coordinator = self._engine.coordinator
         coordinator.before_use(self._engine.coordinator, lambda: None)
         # Makes the train steps of Keras' loop.
         self._training: AsynchronousEngine | RoundEngine = self._engine
@@ -378,7 +378,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         step = Step(fn)
         self._check_step(step)
         if step.runs_eagerly and tf.executing_eagerly():
-            scope_checks.check_shards(step)
+            _check_shards(step)
             return self._engine.run_on_chief(step, args, kwargs)
         if step.kind == "train" and len(args) == 1 and isinstance(args[0], WorkerBatch) and not kwargs:
             return args[0].engine.run(step, args[0])
@@ -386,7 +386,10 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         return self._engine.run_function(step, args, kwargs)
 
     def _check_step(self, step: Step) -> None:
-        scope_checks.check_scope(self, step)
+        if step.kind in ("train", "test"):
+            # Other variables are the chief's own: workers would overwrite each other's counts in them.
+            scope.take_over(self, step.model)
+            check_made_in_scope(self, (*step.model.variables, *step.model.metrics_variables))
         if step.kind != "other" and (model := step.model_in_use) is not None:
             model_parallel.check_placement(self, model)
         with tf.init_scope(), self.scope():  # `fit`, where optimizers are built, may be called outside of it.
@@ -475,12 +478,29 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
 _SHARDINGS = ("shard", "replicate")
 
 
-def _find_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None) -> Cluster | None:
-    """The cluster of a resolver, or else of TF_CONFIG."""
-    cluster = Cluster.from_environment() if resolver is None else embedded.cluster_of(resolver)
-    if cluster is not None:
-        cluster.check_parameter_server()
-    return cluster
+def _in_scope_only(strategy: Any, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes optimizers of the strategy refuse to make slots for a variable that was made outside of the scope."""
+
+    def colocate_vars_with(variable: Any) -> Any:
+        # A partitioned one has parts of the strategy's.
+        if isinstance(variable, tf.Variable) and not hasattr(variable, "variables"):
+            check_made_in_scope(strategy, [variable])
+        return stock(variable)
+
+    return colocate_vars_with
+
+
+def _check_shards(step: Step) -> None:
+    """Raises ValueError for a step that trains variables in shards untraced: their gradients would be lost."""
+    if step.kind != "train":
+        return
+    for variable in step.model.trainable_variables:
+        if sharding.in_shards(variable) is not None:
+            raise ValueError(
+                "run_eagerly=True can't train variables in shards, such as variable_partitioner has made of "
+                f"{variable.path!r}. Compile with run_eagerly=False, or build the strategy without it. "
+                "Received: run_eagerly=True"
+            )
 
 
 def warn_of_sizes(cluster: Cluster, num_workers: int | None, num_ps: int | None) -> None:

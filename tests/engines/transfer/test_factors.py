@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.engines.transfer import rewrites
-from tfdist.engines.transfer.rewrites import MOST_ROWS, Factors
+from tfdist.engines.transfer import plan
+from tfdist.engines.transfer.plan import MOST_ROWS, Factors
 
 INPUTS, OUTPUTS = 300, 400
 
@@ -28,7 +28,7 @@ def sent_and_received(rows: int, is_known: bool) -> tuple[list[np.ndarray], np.n
             tape.watch(variable)
             loss = tf.reduce_sum(tf.tanh(x @ variable))
         gradient = tape.gradient(loss, variable)
-        found = rewrites.factors_of(gradient)
+        found = plan.factors_of(gradient)
         sent = found.sent() if found else [gradient]
         return sent, found.received(*sent) if found else gradient, gradient
 
@@ -48,7 +48,7 @@ def test_it_is_the_gradient_and_less_to_send(rows: int, is_known: bool) -> None:
 def factors_of(left: Sequence[int | None] | None, right: Sequence[int | None], **transpose: bool) -> Factors | None:
     with tf.Graph().as_default():
         a, b = (tf.raw_ops.Placeholder(dtype=tf.float32, shape=shape) for shape in (left, right))
-        return rewrites.factors_of(tf.matmul(a, b, **transpose))
+        return plan.factors_of(tf.matmul(a, b, **transpose))
 
 
 def test_what_is_no_gradient_of_a_large_kernel_is_sent_as_it_is() -> None:
@@ -63,7 +63,7 @@ def test_what_is_no_gradient_of_a_large_kernel_is_sent_as_it_is() -> None:
 
 
 def test_a_gradient_that_was_there_before_is_sent_as_it_is() -> None:
-    assert not rewrites.factors_of(tf.matmul(tf.ones([8, 512]), tf.ones([8, 512]), transpose_a=True))
+    assert not plan.factors_of(tf.matmul(tf.ones([8, 512]), tf.ones([8, 512]), transpose_a=True))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_how_a_kernel_is_used(loss: Callable[[Any, Any], Any], is_product: bool)
             tape.watch(kernel)
             value = loss(x, kernel)
         gradient = tape.gradient(value, kernel)
-        found.append(rewrites.factors_of(gradient))
+        found.append(plan.factors_of(gradient))
         return found[-1].received(*found[-1].sent()) if found[-1] else gradient, gradient
 
     random = np.random.default_rng(0)
@@ -101,4 +101,4 @@ def test_what_another_graph_multiplies_is_sent_as_it_is() -> None:
     with tf.Graph().as_default():
         product = tf.matmul(tf.ones([8, 512]), tf.ones([8, 512]), transpose_a=True)
     with tf.Graph().as_default():
-        assert not rewrites.factors_of(product)
+        assert not plan.factors_of(product)

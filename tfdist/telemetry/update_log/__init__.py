@@ -6,9 +6,17 @@ docs/update_log.md describes the files.
 """
 
 from tfdist.policies.records import Contribution, Outcome
-from tfdist.telemetry.update_log.columns import Contributions, Events, Groups, Scalars, Updates
+from tfdist.telemetry.update_log.columns import (
+    Contributions,
+    EventKind,
+    Events,
+    Groups,
+    Header,
+    Scalars,
+    UpdateRecord,
+    Updates,
+)
 from tfdist.telemetry.update_log.reader import LogReader, Reading, Skipped, Timeline, read_logs, run_directory
-from tfdist.telemetry.update_log.records import EventKind, Header, UpdateRecord
 from tfdist.telemetry.update_log.writer import LogWriter
 
 __all__ = [

@@ -18,8 +18,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from tfdist.policies.records import Outcome
-from tfdist.telemetry.update_log.columns import SUFFIX, Contributions, Events, Groups, Scalars, Segment, Updates
-from tfdist.telemetry.update_log.records import EventKind, Header
+from tfdist.telemetry.update_log.columns import (
+    SUFFIX,
+    Contributions,
+    EventKind,
+    Events,
+    Groups,
+    Header,
+    Scalars,
+    Segment,
+    Updates,
+)
 from tfdist.telemetry.update_log.writer import HEADER
 
 _DIRECTORY = re.compile(r"updates(_\d+)?")

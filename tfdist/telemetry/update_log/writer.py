@@ -23,13 +23,15 @@ from tfdist.telemetry.update_log.columns import (
     FULL,
     SUFFIX,
     Contributions,
+    EventKind,
     Events,
+    Header,
     Scalars,
     Segment,
+    UpdateRecord,
     Updates,
     of_records,
 )
-from tfdist.telemetry.update_log.records import EventKind, Header, UpdateRecord
 
 _LOGGER = logging.getLogger("tfdist")
 _MAX_TEXT = 500
