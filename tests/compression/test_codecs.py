@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conformance: each codec keeps the promises of `tfdist.compression.Codec`."""
+"""Each codec keeps the promises of `tfdist.compression.Codec`; the formulas of HalfPrecision and SignSGD."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import simulated
 import tensorflow as tf
 
-from tfdist.compression import Codec, HalfPrecision, LocalTransport, PowerSGD, SignSGD, Threshold, TopK
+from tfdist.compression import Codec, HalfPrecision, LocalTransport, PowerSGD, SignSGD, Threshold, TopK, frames
 from tfdist.compression.gathered import GatheredCodec
 
 pytestmark = pytest.mark.devices
@@ -293,3 +293,51 @@ def test_bad_arguments_are_refused(codec: type[Codec], arguments: dict[str, obje
         codec(**arguments)
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_bytes_are_halved_exactly(dtype: str):
+    tensors = [tf.ones([3, 7]), tf.ones([]), tf.ones([100])]
+    message, state = HalfPrecision(dtype).encode(tensors, {})
+    assert message.dtype == dtype and state == {}
+    assert 2 * message.numpy().nbytes == sum(tensor.numpy().nbytes for tensor in tensors)
+
+
+def test_values_are_rounded_to_the_nearest():
+    values = tf.constant([1.0, 1.0 + 2**-12, -0.1, 6e-8])
+    (total,), _ = HalfPrecision("float16").exchange([values], {}, LocalTransport())
+    np.testing.assert_array_equal(total, values.numpy().astype(np.float16).astype(np.float32))
+
+
+def test_overflow_is_infinite_in_float16_only():
+    values = [tf.constant([1e5, 1.0])]
+    assert np.isinf(HalfPrecision("float16").exchange(values, {}, LocalTransport())[0][0][0])
+    assert np.isfinite(HalfPrecision("bfloat16").exchange(values, {}, LocalTransport())[0][0]).all()
+
+
+def test_steps_follow_the_published_formula():
+    rng = np.random.default_rng(0)
+    codec, spec, error = SignSGD(), tf.TensorSpec([70_003], tf.float32), np.zeros(70_003, np.float32)
+    state = codec.init([spec])
+    for _ in range(4):
+        gradient = rng.standard_normal(70_003).astype(np.float32)
+        p = gradient + error
+        delta = np.abs(p).mean(dtype=np.float64).astype(np.float32) * np.sign(p)
+        error = p - delta
+        (total,), state = codec.exchange([tf.constant(gradient)], state, LocalTransport())
+        np.testing.assert_allclose(total, delta, rtol=1e-6)
+        np.testing.assert_allclose(state["residual/0"], error, rtol=1e-4, atol=1e-5)
+
+
+def test_messages_take_one_bit_per_value_and_a_scale_per_tensor():
+    tensors = [tf.ones([1000, 8]), tf.ones([3]), tf.ones([]), tf.ones([0])]
+    codec = SignSGD()
+    message, _ = codec.encode(tensors, codec.init([tf.TensorSpec(tensor.shape) for tensor in tensors]))
+    assert message.shape[0] == frames.HEADER_BYTES + 4 * 4 + 1000 + 1 + 1
+
+
+def test_zeros_are_sent_as_positive_values():
+    tensors = [tf.constant([0.0, -3.0])]
+    (total,), state = SignSGD().exchange(tensors, SignSGD().init([tf.TensorSpec([2])]), LocalTransport())
+    np.testing.assert_array_equal(total, [1.5, -1.5])
+    np.testing.assert_array_equal(state["residual/0"], [-1.5, -1.5])

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import pathlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tfdist import engines
 from tfdist.coordination.quorum import Kind, Verdict
 from tfdist.engines.base import Engine
-from tfdist.engines.quorum import QuorumEngine
+from tfdist.engines.quorum import PartIterator, QuorumEngine
 from tfdist.engines.threads import ThreadedEngine
 from tfdist.policies import Outcome
 from tfdist.policies.saved_state import SavedState
@@ -134,3 +137,23 @@ def test_distribution_reaches_all_engines_of_a_strategy():
     distribution.close()
     assert [each.calls for each in own] == [["barrier True", "barrier False", "close"]] * 2
     assert distribution.saved_state.is_synchronized and not distribution.saved_state.is_chief_ahead
+
+
+class Engine:
+    """Stands for an engine."""
+
+
+def unreadable() -> Iterator[Any]:
+    raise AssertionError("a batch was read")
+    yield
+
+
+@pytest.mark.parametrize(("left", "given"), [(3, 3), (tf.data.INFINITE_CARDINALITY, 10)])
+def test_iterator_gives_handles_without_reading(left: int, given: int):
+    engine, numbers = Engine(), itertools.count(7)
+    unused, iterator = (PartIterator(engine, numbers, unreadable(), tf.TensorSpec([None]), left) for _ in range(2))
+    handles = [handle for _, handle in zip(range(10), iterator, strict=False)]
+    assert len(handles) == given
+    # Keras makes iterators that it never uses.
+    assert (unused.number, iterator.number) == (0, 7)
+    assert all(handle.engine is engine and handle.of is iterator for handle in handles)
