@@ -139,7 +139,7 @@ def test_distribution_reaches_all_engines_of_a_strategy():
     assert distribution.saved_state.is_synchronized and not distribution.saved_state.is_chief_ahead
 
 
-class Engine:
+class StandIn:
     """Stands for an engine."""
 
 
@@ -150,7 +150,7 @@ def unreadable() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("left", "given"), [(3, 3), (tf.data.INFINITE_CARDINALITY, 10)])
 def test_iterator_gives_handles_without_reading(left: int, given: int):
-    engine, numbers = Engine(), itertools.count(7)
+    engine, numbers = StandIn(), itertools.count(7)
     unused, iterator = (PartIterator(engine, numbers, unreadable(), tf.TensorSpec([None]), left) for _ in range(2))
     handles = [handle for _, handle in zip(range(10), iterator, strict=False)]
     assert len(handles) == given

@@ -361,7 +361,7 @@ def test_an_sbatch_that_is_late_is_no_refusal(monkeypatch, capsys):
         raise requests.ToolError("sbatch did not answer within 120 s", is_late=True)
 
     monkeypatch.setattr(slurm.shutil, "which", str)
-    monkeypatch.setattr(slurm.tools, "run_tool", run)
+    monkeypatch.setattr(requests, "run_tool", run)
     assert slurm.with_cpus(slurm.SlurmJob(("train.py",))).cpus_per_task == 0
     assert capsys.readouterr().err == "tfdist: --cpus_per_task is Slurm's default: sbatch did not answer within 120 s\n"
 

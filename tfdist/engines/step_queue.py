@@ -345,10 +345,8 @@ class StepQueue:
                     if values is not None:
                         self.logs[step.program] = values
                     self._logs_due_at = now + LOG_INTERVAL_SECS
-            if step.took_batch is not None:
-                resolve(step.took_batch, error is None)
-            if step.result is not None:
-                resolve(step.result, values)
+            resolve(step.took_batch, error is None)
+            resolve(step.result, values)
             self._changed.notify_all()
 
     def _count_updates(self, step: QueuedStep, worker: int, made: MadeSteps, now: float) -> None:

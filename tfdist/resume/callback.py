@@ -82,7 +82,9 @@ class Resume(keras.callbacks.Callback):
         self._save_freq = save_freq
         self._checkpoints = checkpoint.CheckpointDirectory(path, max_to_keep, _log.say)
         self._path = path
-        self._signals = preemption.Signals(signals, lambda: checkpoint.is_fitting(self.model, self))
+        self._signals = preemption.Signals(
+            signals, lambda: any(each is self for each in checkpoint.callbacks_of(self.model))
+        )
         # Of several workers, while `fit` runs.
         self._others: preemption.Together | None = None
         self._position: checkpoint.DataPosition | None = None

@@ -557,13 +557,8 @@ def put_last(model: keras.Model, callback: keras.callbacks.Callback) -> None:
         callbacks.callbacks = [*(each for each in callbacks.callbacks if each is not callback), callback]
 
 
-def is_fitting(model: keras.Model, callback: keras.callbacks.Callback) -> bool:
-    """Returns True if this thread is in a `fit` of this model with this callback."""
-    return any(each is callback for each in _callbacks_of(model))
-
-
-def _callbacks_of(model: keras.Model) -> list[Any]:
-    """The callbacks of the `fit` of this model in this thread."""
+def callbacks_of(model: keras.Model) -> list[Any]:
+    """Returns the callbacks of the `fit` of this model in this thread."""
     fit = calls.fit_of(model)
     return [] if fit is None else fit.each_callback
 
@@ -571,7 +566,7 @@ def _callbacks_of(model: keras.Model) -> list[Any]:
 def swapping(model: keras.Model) -> list[Any]:
     """Returns the callbacks of this `fit` that put averages in the place of the model's weights between epochs."""
     return [
-        each for each in _callbacks_of(model) if isinstance(each, keras.callbacks.SwapEMAWeights) and each.swap_on_epoch
+        each for each in callbacks_of(model) if isinstance(each, keras.callbacks.SwapEMAWeights) and each.swap_on_epoch
     ]
 
 
@@ -588,7 +583,7 @@ def _remembering(model: keras.Model) -> dict[str, keras.callbacks.Callback]:
     """Returns these callbacks by class and number; a worker may have fewer than the chief."""
     found: dict[str, keras.callbacks.Callback] = {}
     counts = collections.Counter[str]()
-    for callback in _callbacks_of(model):
+    for callback in callbacks_of(model):
         if isinstance(callback, _REMEMBERING):
             name = type(callback).__name__
             found[f"{name} {counts[name]}"] = callback

@@ -81,7 +81,8 @@ def placed(part: int | None) -> Iterator[None]:
             # Of those that were declared in a block within this one, that has the part.
             if patching.get(variable, _PART) is None:
                 patching.put(variable, _PART, part)
-                layers.around_deferred(variable, functools.partial(_initializing, part))
+                # Unless it is made in `placed`.
+                layers.around_deferred(variable, lambda: placed(part if _thread.part is None else None))
 
 
 def current() -> int | None:
@@ -138,11 +139,6 @@ def _remember(layer: keras.Layer) -> None:
     # Models of layers run these where the layers are.
     if _thread.part is not None and not isinstance(layer, keras.Sequential):
         place(layer, _thread.part)
-
-
-def _initializing(part: int) -> contextlib.AbstractContextManager:
-    """The context of a variable that was declared in `placed`, unless it is made there."""
-    return placed(part if _thread.part is None else None)
 
 
 def _device(part: int) -> str | None:

@@ -238,15 +238,10 @@ def _signals_reach_all() -> bool:
     return bool(re.search(r"(?m)^ProctrackType\s*=\s*proctrack/linuxproc\s*$", config))
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines the flags of a run."""
-    command_line.define_settings(values, Shape, Limits)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the step that is given after the flags; returns the exit code of the job."""
     try:
-        values, srun = command_line.parse(define_flags, arguments)
+        values, srun = command_line.parse(lambda flags: command_line.define_settings(flags, Shape, Limits), arguments)
         tasks = command_line.from_settings(Shape, values)
         limits = command_line.from_settings(Limits, values)
         number = os.environ.get("SLURM_JOB_ID", "")

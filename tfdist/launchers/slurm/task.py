@@ -198,15 +198,12 @@ def _gpus(step: SlurmProcess, tasks: Sequence[Task], job: Shape, env: Mapping[st
     return {environment.VISIBLE: ",".join(shares[here.index(tasks[step.number])])}
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Defines the wrapper's flags."""
-    command_line.define_settings(values, Shape, StepSettings)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the script as this process' task; returns its exit code."""
     try:
-        values, script = command_line.parse(define_flags, arguments)
+        values, script = command_line.parse(
+            lambda flags: command_line.define_settings(flags, Shape, StepSettings), arguments
+        )
         job = command_line.from_settings(Shape, values)
         step = SlurmProcess.from_environment(os.environ)
         task, env = task_environment(step, job, values.port, os.environ)
