@@ -494,13 +494,13 @@ def test_lines_to_the_user_are_logged_behind_one_prefix():
 
 # How the package is cut. These go down, not up: a file that one other file imports belongs into that file, unless it is
 # an idea of its own (a program that is started by its name, a public class, an engine).
-MOST_FILES = 219
-MOST_WITH_ONE_IMPORTER = 37
-MOST_IN_COMPAT = 23
+MOST_FILES = 208
+MOST_WITH_ONE_IMPORTER = 34
+MOST_IN_COMPAT = 22
 MOST_LINES = 810
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 48_711, ("tfdist", "js"): 1_379, ("tests", "py"): 39_604}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 48_711, ("tfdist", "js"): 1_379, ("tests", "py"): 39_488}
 
 
 @functools.cache

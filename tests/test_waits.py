@@ -68,7 +68,7 @@ ENDED_BY = {
     "coordination/round_runner.py:StreamRunner.collect": "self._check_progress()",
     "serving/embedded.py:EmbeddedCluster._watch": "self._is_closing",
     "serving/task.py:_await_chief": "LOST_SECS",
-    "strategies/_multi_worker_cluster.py:leave_at_exit.leave": "agreement.lost()",
+    "strategies/_multi_worker_cluster.py:_stay_for_others": "agreement.lost()",
     "telemetry/event_files.py:EventWriters._run": "self._ended",
     "transport/mpi.py:Mpi.wait_until": "limit_secs",
     "transport/mpi.py:_ending_if_alone.watch": "timeout_secs",

@@ -12,18 +12,13 @@ What can be known without asking is not asked: where all workers are known to re
 of a batch, and in which step the data end. `fit` then reads `Timed` elements. Where that is not known, such as for data
 of unknown length, TensorFlow's own iterator asks the others.
 
-A step is a bound `train_step` or `test_step` of a Keras model. Around it:
+Around the step, a bound `train_step` or `test_step` of a Keras model:
 
 - no side effect runs before the input batch arrives;
-- optimizers are built before anything is traced, so that slots are not created inside a loop;
-- each replica's gradients are weighted by its share of the global batch, so their sum is the gradient of the mean over
-  all examples; a replica without examples contributes nothing;
-- each replica updates its copies from the sum over replicas, as a single device does: so clipping, accumulation and
-  loss scaling follow the sum;
-- the logs are those of the whole global batch, in one reduction for all of them; in Keras' own step of one replica per
-  worker it is the reduction of the gradients, and the update follows it;
-- statistics of layers, such as BatchNormalization, and weights that the step assigns itself are averaged, so that
-  they are equal on all replicas.
+- gradients of a replica are weighted by its share of the global batch; without examples it contributes nothing;
+- the logs are those of the global batch, in one reduction for all of them; in Keras' own step of one replica per worker
+  it is the reduction of the gradients, and the update follows it;
+- statistics of layers, such as BatchNormalization, and weights that the step assigns itself are averaged.
 
 Gradients are summed where the step calls `optimizer.apply`, and each replica goes on with the updated weights. So a
 step may read them, and replicas may gather from each other. The engines of policies record instead what a step does
@@ -34,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,7 +40,7 @@ from tfdist.compat.keras import models, optimizers
 from tfdist.compat.keras.calls import Call
 from tfdist.compat.keras.optimizers import SumGradients
 from tfdist.compat.keras.scope import check_made_in_scope
-from tfdist.compat.tensorflow import replicas
+from tfdist.compat.tensorflow import collectives, replicas
 from tfdist.engines.base import Engine
 from tfdist.passes import splitting
 from tfdist.passes.handle import DistributedDataset
@@ -63,7 +59,6 @@ from tfdist.step.replicas import (
     writes_after_inputs,
 )
 from tfdist.step.step import Step
-from tfdist.transport import gathers
 
 
 class SynchronousEngine(Engine):
@@ -73,10 +68,8 @@ class SynchronousEngine(Engine):
       strategy: the strategy.
       run_stock: runs a function on all replicas as the stock strategy does; given the function, its arguments, and
         `model`, that of a step.
-      sum_over_workers: sums tensors over all workers.
-      sum_in_step: the same in a step of `fit` that all workers trace alike.
-      sum_gradients: returns what sums gradients over all replicas, or None to sum them as they are; given True in such
-        a step.
+      sum_over_workers: sums tensors over all workers; `in_step=True` in a step of `fit` that all workers trace alike.
+      sum_gradients: returns what sums gradients over all replicas, or None to sum them as they are; given the same.
 
     Attributes:
       times: takes the times of train steps; None with a policy that decides about updates.
@@ -86,12 +79,11 @@ class SynchronousEngine(Engine):
         self,
         strategy: Any,
         run_stock: Callable[..., Any],
-        sum_over_workers: Sum,
-        sum_in_step: Sum,
+        sum_over_workers: Callable[..., list[tf.Tensor]],
         sum_gradients: Callable[[bool], SumGradients | None],
     ) -> None:
         self._strategy, self._run_stock = strategy, run_stock
-        self._sum_over_workers, self._sum_in_step, self._sum_gradients = sum_over_workers, sum_in_step, sum_gradients
+        self._sum_over_workers, self._sum_gradients = sum_over_workers, sum_gradients
         self.times: step_times.StepClock | None = None
 
     def distribute(self, own: tf.data.Dataset, whole: Callable[[], Any]) -> DistributedDataset:
@@ -159,7 +151,7 @@ class SynchronousEngine(Engine):
         times = self.times if training and not strategy.distribution.is_warming() else None
         timed = times.begin(limits) if times else None
         sums = trials.sums_in(strategy, step, part_of_replica(strategy, data, 0), replicas.count(strategy))
-        sum_over_workers = self._sum_in_step if in_fit else self._sum_over_workers
+        sum_over_workers = functools.partial(self._sum_over_workers, in_step=in_fit)
         sum_gradients = self._sum_gradients(in_fit)
         parts = by_device(strategy, data)
         with writes_after_inputs(parts):
@@ -304,7 +296,7 @@ class _Weights:
         # Not a stand-in.
         own = own[: self.shares.rows[replicas.current()]] if self.shares else own
         count, gather = tf.shape(own)[:1], lambda each: context.all_gather(each, 0)
-        counts, every = gather(count), gathers.gather(gather, lambda each: (each,), tf.stop_gradient(own))
+        counts, every = gather(count), collectives.gather_any(gather, lambda each: (each,), tf.stop_gradient(own))
         begin = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
         return tf.concat([every[:begin], own, every[begin + count[0] :]], 0)
 
@@ -320,35 +312,32 @@ def _before_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any
     """Returns what a replica does with its gradients before they are summed; None if they are summed as they are."""
     transforms, shares = gradients.transforms_of(strategy), weights.shares
     is_weighed = weights.num_replicas > 1 and (shares is not None or not weights.weigh_loss)
-    if not transforms.has(*gradients.ON_REPLICA):
-        return (lambda given, optimizer, _: weights.weigh(given, optimizer)) if is_weighed else None
 
-    def on_replica(given: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
-        replica = replicas.current()
-        rows: Any = splitting.rows(batches[replica]) if shares is None else shares.rows[replica]
-        about = {"counts": None if shares is None else rows > 0, "contributors": weights.num_replicas, "examples": rows}
-        given = transforms.on_replica(optimizer, given, variables, weights.unit(optimizer), is_only=False, **about)
+    def before(given: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
+        if transforms.has(*gradients.ON_REPLICA):
+            replica = replicas.current()
+            rows: Any = splitting.rows(batches[replica]) if shares is None else shares.rows[replica]
+            about = {"contributors": weights.num_replicas, "examples": rows}
+            about |= {"counts": None if shares is None else rows > 0, "is_only": False}
+            given = transforms.on_replica(optimizer, given, variables, weights.unit(optimizer), **about)
         return weights.weigh(given, optimizer) if is_weighed else given
 
-    return on_replica
+    return before if is_weighed or transforms.has(*gradients.ON_REPLICA) else None
 
 
 def _after_sum(strategy: Any, weights: _Weights, batches: Sequence[Any]) -> Any:
     """Returns what is done with the sums of gradients before the update; None for nothing."""
     transforms, shares, count = gradients.transforms_of(strategy), weights.shares, weights.num_replicas
-    if not transforms.has(gradients.UPDATE):
-        return None
 
     def examples() -> Any:
         rows = splitting.rows(batches[0])
         return shares.total if shares else rows if rows is None else rows * count
 
-    def at_update(sums: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
-        is_only = tf.distribute.in_cross_replica_context()
-        about = {"contributors": count, "examples": examples}
-        return transforms.at_update(optimizer, sums, variables, is_only=is_only, **about)
+    def after(sums: Sequence[Any], optimizer: Any, variables: Sequence[Any]) -> Sequence[Any]:
+        about = {"contributors": count, "examples": examples, "is_only": tf.distribute.in_cross_replica_context()}
+        return transforms.at_update(optimizer, sums, variables, **about)
 
-    return at_update
+    return after if transforms.has(gradients.UPDATE) else None
 
 
 def _scales_its_loss(step: Step) -> bool:

@@ -195,8 +195,7 @@ class KerasSteps(tf.distribute.Strategy, Closing):
     @functools.cached_property
     def _synchronous_engine(self) -> SynchronousEngine:
         """Makes the steps that no policy takes apart."""
-        sums = self._sum_over_workers, self._sum_in_step, self._sum_gradients
-        return SynchronousEngine(self, self._run_stock, *sums)
+        return SynchronousEngine(self, self._run_stock, self._sum_over_workers, self._sum_gradients)
 
     def function_of(self, model: keras.Model, kind: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what makes an execution; see `calls.ask_strategies`.
@@ -317,11 +316,9 @@ class KerasSteps(tf.distribute.Strategy, Closing):
         """Returns what sums gradients, if they aren't sent as they are; see `SynchronousEngine`."""
         del in_step
 
-    def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _sum_over_workers(self, tensors: Sequence[tf.Tensor], in_step: bool = False) -> list[tf.Tensor]:
+        del in_step
         return list(tensors)
-
-    def _sum_in_step(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._sum_over_workers(tensors)
 
 
 def build_model(strategy: tf.distribute.Strategy, model: keras.Model, data: Any, step: str, spec: Any = None) -> None:

@@ -171,11 +171,6 @@ def tell_others_of_errors(agreement: Agreement) -> None:
     """
     previous, process = sys.excepthook, os.getpid()
 
-    def report(message: str, error: BaseException) -> None:
-        # From then on the service fails for this process, too.
-        if not agreement.is_known(error):
-            context.report_error(message)
-
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         # A forked copy of the program is no worker.
         is_ours = os.getpid() == process and threading.current_thread() is threading.main_thread()
@@ -185,19 +180,21 @@ def tell_others_of_errors(agreement: Agreement) -> None:
             with contextlib.suppress(Exception):
                 error = agreement.failure_behind(error) or error
             kind = type(error)
-            stays = agreement.is_chief and issubclass(kind, Exception) and not issubclass(kind, ConnectionError)
+            is_own = isinstance(error, Exception) and not isinstance(error, ConnectionError)
+            stays = agreement.is_chief and is_own and not agreement.is_known(error)
             # One line, because TensorFlow logs it on each worker.
             text = " ".join(str(error).split())[:_MESSAGE_CHARS]
             message = f"{agreement.task} ended with {kind.__name__}: {text}"
             with contextlib.suppress(Exception):
                 agreement.end(message)
-                if not stays:
-                    report(message, error)
+                if not stays and not agreement.is_known(error):
+                    context.report_error(message)
         previous(kind, error, trace)
         if stays:
             with contextlib.suppress(Exception, KeyboardInterrupt):
+                # Before the service is told, which then fails for this process, too.
                 _stay_for_others(agreement, _TOLD_SECS)
-                report(message, error)
+                context.report_error(message)
         end_soon_after_exit()
 
     sys.excepthook = hook

@@ -32,7 +32,6 @@ from tfdist.strategies import _common, _communication, _devices, _multi_worker_c
 from tfdist.strategies._communication import CompressedSums
 from tfdist.strategies.distribution import Distribution
 from tfdist.telemetry.recorder import Recorder
-from tfdist.transport import gathers
 from tfdist.transport.sums import Messages, WorkerSums
 
 
@@ -180,9 +179,6 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
             return None
         return self._compressed.in_step if in_step else self._compressed.anywhere
 
-    def _sum_in_step(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._sums.in_step(tensors)
-
     def _join(self, cluster: clusters.Cluster) -> None:
         # Each call needs all workers, in the same order on all.
         self._is_exclusive = True
@@ -276,7 +272,7 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the values of all replicas together along `axis`, as `tf.distribute.Strategy.gather` does."""
-        return gathers.gather(functools.partial(self._gather, axis), self.experimental_local_results, value)
+        return collectives.gather_any(functools.partial(self._gather, axis), self.experimental_local_results, value)
 
     def _gather(self, axis: int, value: Any) -> Any:
         is_plain = isinstance(value, tf.Tensor) and value.shape.rank
@@ -412,8 +408,8 @@ class MultiWorkerMirroredStrategy(_common.KerasSteps, tf.distribute.MultiWorkerM
         # The order in which Keras' predict puts the replicas of several workers together.
         return range(replicas.worker_index(self), self.num_replicas_in_sync, replicas.worker_count(self))
 
-    def _sum_over_workers(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return self._sums(tensors)
+    def _sum_over_workers(self, tensors: Sequence[tf.Tensor], in_step: bool = False) -> list[tf.Tensor]:
+        return self._sums.in_step(tensors) if in_step else self._sums(tensors)
 
 
 def _is_for_predict() -> bool:

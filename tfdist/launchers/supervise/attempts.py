@@ -181,8 +181,8 @@ class Attempt:
         """Notes a failure, which may be the cause of the job's end, or a consequence of it."""
         self._pending.discard(ended.name)
         raised, decides = self._supervisor.tracebacks.raised_secs, ended.name in self._undecided
-        ended_before = {name for name, each in self._latest.items() if each in self._handled and each is not ended}
-        raised = {name: secs for name, secs in raised.items() if name not in ended_before}
+        before = {name for name, each in self._latest.items() if each in self._handled and each is not ended}
+        raised = {name: secs for name, secs in raised.items() if name not in before}
         about = {"decides": decides, "raised_secs": raised, "is_consequence": any(map(_LACKS.match, ended.tail))}
         self._first.ended(ended.name, ended.returncode, time.monotonic(), **about)
         if self._first.failure and self._first.failure.task == ended.name:
