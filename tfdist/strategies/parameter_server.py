@@ -112,7 +112,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy, Closing):
         transfer_plan.check_mode(transfer)
         partitioner = sharded_tables.fitting(variable_partitioner)
         num_cpus = _devices.served_cpus(devices_per_replica)
-        cluster = embedded.cluster_of(cluster_resolver) if cluster_resolver else Cluster.from_environment()
+        cluster = Cluster.from_environment() if cluster_resolver is None else embedded.cluster_of(cluster_resolver)
         if cluster is None:
             num_workers, num_ps = 2 if num_workers is None else num_workers, 1 if num_ps is None else num_ps
             embedded.check_sizes(num_workers, num_ps)

@@ -85,12 +85,6 @@ def check_mode(transfer: Any) -> None:
         )
 
 
-# Rewrites of a Keras step while it is traced, so that less crosses the network between worker and parameter servers.
-#
-# Gradients of large kernels are sent as factors, rows of embeddings are gathered at the table, and small variables are
-# sent together.
-
-
 # The gradient of a large dense layer's kernel is multiplied where the kernel is, while a Keras step is traced.
 #
 # That gradient is the product of two thin matrices of one row per example: the layer's inputs, transposed, and the
