@@ -68,7 +68,7 @@ _ASYNCHRONOUS = ("test_every_example_is_used_once_in_each_pass", "test_no_gradie
 _WARMUP = ("test_the_phase_is_training_on_one_device", "test_who_waits_does_no_step_and_then_all_are_equal")
 _AVERAGING = ("test_it_is_as_if_models_were_averaged_by_hand", "test_what_anybody_looks_at_is_the_average")
 _TABLES = (
-    "test_partitioned_kernels_train_as_on_one_device",
+    "test_a_wide_layer_trains_as_on_one_device",
     "test_tables_in_shards_train_save_and_restore_as_on_one_device",
 )
 _OVERLAPPING = ("test_calls_within_callbacks_work",)
