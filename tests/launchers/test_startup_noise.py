@@ -20,7 +20,7 @@ I0000 00:00:1795390331.446121   28695 cpu_feature_guard.cc:227] This TensorFlow 
 To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate flags.
 E0000 00:00:1795390352.686604   28695 cuda_platform.cc:52] failed call to cuInit: INTERNAL: UNKNOWN ERROR (303)
 W0000 00:00:1795530509.9  5024 local_rendezvous.cc:412] Local rendezvous is aborting with status: ABORTED: Cleanup -12
-W0000 00:00:1795999619.872398   10928 op_kernel.cc:1845] UNKNOWN: ConnectionError: model.fit on worker:0 waits for
+W0000 00:00:1795999619.872398   10928 op_kernel.cc:1845] UNKNOWN: ConnectionError: a sum will never come, as some
 W0000 00:00:1795999784.932162   18096 preemption_notifier.cc:90] SIGTERM caught at 2026-11-30T00:49:44.932159622+00:00
 E0000 00:00:1795845181.86 28047 base_collective_executor.cc:252] BaseCollectiveExecutor::StartAbort ABORTED: worker:1 en
 The error could be from a previous operation. Restart your program to reset. [type.googleapis.com/tensorflow.Derived
@@ -28,6 +28,7 @@ The error could be from a previous operation. Restart your program to reset. [ty
 E0000 00:00:1795845181.86 28047 ring_alg.cc:291] Aborting RingGather with ABORTED: Collective ops is aborted by: worker
 """.splitlines()
 SHOWN = """\
+W0000 00:00:1795999619.872398   10928 op_kernel.cc:1845] UNKNOWN: ConnectionError: of the user's own map
 E0000 00:00:1795554471.8  7768 context.cc:873] Failed to register function remotely due to Invalid argument: no such
 W0000 00:00:1795530509.9  5024 local_rendezvous.cc:412] Local rendezvous is aborting with status: OUT_OF_RANGE: End
 E0000 00:00:1795390331.153472   28695 cuda_platform.cc:52] failed call to cuInit: CUDA_ERROR_NO_DEVICE (100)

@@ -92,7 +92,7 @@ def test_optimizer_built_outside_of_scope_is_refused(strategy: Any) -> None:
     for _ in range(2):
         with pytest.raises(
             ValueError,
-            match=r"under .with strategy\.scope.*variable 'adam.*'.*its optimizer is made at test_first_calls\.py:\d+$",
+            match=r"under .with strategy\.scope.*variable 'adam.*'.*optimizer is built at test_first_calls\.py:\d+$",
         ):
             model.fit(first_call_models.X, first_call_models.Y, verbose=0)
     with pytest.raises(ValueError, match=r"variable 'adam.*', made outside of it"):

@@ -257,10 +257,6 @@ class RoundEngine(Engine):
         self._reside(step, iterator, parts)
 
     def _lose(self, worker: int, is_so: Callable[[], bool] = lambda: True) -> None:
-        residence = self._residence
-        if residence is not None and isinstance(residence.iterator.feed, WorkerFeed):
-            # Another worker may read more than its share, in place of what this one has contributed.
-            residence.iterator.feed.release(worker)
         self._runner.lose(worker, is_so)
 
     def _reside(self, step: RoundStep, iterator: WorkerIterator, parts: list[list[tf.Tensor]] | None) -> None:
@@ -302,6 +298,7 @@ class RoundEngine(Engine):
                     raise tf.errors.OutOfRangeError(None, None, "End of sequence")
                 else:
                     contribution, input_secs, is_last = step.contribute_next(iterator_on_worker, worker)
+                    residence.iterator.feed.took(worker)
                     if is_last:
                         residence.iterator.feed.at_end.add(worker)
                 if runner.arrive(worker, local_step, input_secs):

@@ -225,16 +225,16 @@ class WorkerDataset(DistributedDataset):
             self._build = self._shares()
             self._shipped = create(self._build_own)
 
-        def iterate(dataset: tf.data.Dataset) -> Iterator[Any]:
+        def iterate(shipped: tf.data.Dataset) -> Iterator[Any]:
+            del shipped  # Which may have been made anew.
             worker = coordinator.this_worker()
             if is_anew and (may_read_too_far or self._own[worker].below):
                 self._own[worker] = self._build_share(worker)
-                dataset = self._own[worker].dataset
-            self._catch_up(self._own[worker], number, reads)
+            own, count = self._own[worker], position(worker)
+            self._catch_up(own, number, reads)
             # On a worker that is back the iterators of former passes are made again, and nobody reads them.
-            self._own[worker].reads += reads + 1 == self.reads
-            count = position(worker)
-            return iter(dataset.skip(count) if count else dataset)
+            own.reads += reads + 1 == self.reads
+            return iter(own.dataset.skip(count) if count else own.dataset)
 
         return create(iterate, self._shipped)
 

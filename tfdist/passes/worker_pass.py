@@ -200,6 +200,8 @@ class WorkerFeed:
         self.at_end: set[int] = set()
         self.on_workers: tf.distribute.coordinator.PerWorkerValue | None = None
         self.updates = 0
+        # By worker, the parts that it has read.
+        self._taken = collections.Counter[int]()
 
     def begin(self) -> tf.distribute.coordinator.PerWorkerValue:
         """Makes the iterators on the workers, unless they are there; returns them."""
@@ -233,6 +235,11 @@ class WorkerFeed:
             iterator = self._dataset.iterate_piece(self._pass, piece.share, piece.position, piece.step)
             self._opened[worker] = piece, iterator
         return iterator
+
+    def took(self, worker: int) -> None:
+        """Notes that `worker` has read a part for an update; a second one, if a contribution was withdrawn."""
+        self._taken[worker] += 1
+        self._pass.is_irregular |= self._taken[worker] > self.updates
 
     def release(self, worker: int) -> None:
         """Notes that `worker` was lost, with its iterators."""

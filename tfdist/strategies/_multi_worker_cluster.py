@@ -34,7 +34,7 @@ _FAREWELL_SECS = 10.0
 # Likewise after a save of the chief's, which other workers come for when they are there.
 _SAVED_SECS = 60.0
 # Likewise after an exception, of which others may not have heard.
-_TOLD_SECS = 4.0
+_TOLD_SECS = 3.0
 # Time for a failed process to end.
 _END_SECS = 3.0
 _MESSAGE_CHARS = 500
@@ -181,7 +181,8 @@ def tell_others_of_errors(agreement: Agreement) -> None:
                 error = agreement.failure_behind(error) or error
             kind = type(error)
             is_own = isinstance(error, Exception) and not isinstance(error, ConnectionError)
-            stays = agreement.is_chief and is_own and not agreement.is_known(error)
+            # Once: a session may go on at a prompt.
+            stays = agreement.is_chief and is_own and not agreement.is_known(error) and not agreement.ended
             # One line, because TensorFlow logs it on each worker.
             text = " ".join(str(error).split())[:_MESSAGE_CHARS]
             message = f"{agreement.task} ended with {kind.__name__}: {text}"
@@ -191,9 +192,10 @@ def tell_others_of_errors(agreement: Agreement) -> None:
                     context.report_error(message)
         previous(kind, error, trace)
         if stays:
-            with contextlib.suppress(Exception, KeyboardInterrupt):
-                # Before the service is told, which then fails for this process, too.
+            # Before the service is told, which then fails for this process, too.
+            with contextlib.suppress(BaseException):
                 _stay_for_others(agreement, _TOLD_SECS)
+            with contextlib.suppress(Exception):
                 context.report_error(message)
         end_soon_after_exit()
 

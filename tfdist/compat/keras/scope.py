@@ -134,12 +134,12 @@ def line_of_layer(layer: keras.Layer) -> str:
 def _at_line_of(variable: Any) -> str:
     """Returns where the layer of a variable was made, such as "; its layer is made at train.py:12", or ""."""
     lines = [
-        (len(owner.variables), line, "layer" if isinstance(owner, keras.Layer) else "optimizer")
+        (len(owner.variables), line, "layer is made" if isinstance(owner, keras.Layer) else "optimizer is built")
         for owner, line in _lines.items()
         if line and any(each is variable for each in owner.variables)
     ]
     # Models and layers around it have more variables.
-    return "; its {2} is made at {1}".format(*min(lines)) if lines else ""
+    return "; its {2} at {1}".format(*min(lines)) if lines else ""
 
 
 def _remember_line(layer: keras.Layer) -> None:

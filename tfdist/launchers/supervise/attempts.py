@@ -22,8 +22,7 @@ from tfdist.launchers.supervise.replacements import FailureRows, Replacements
 from tfdist.launchers.supervise.verdict import CAUSE_SECS, LEAST_SECS, FirstFailure
 
 _SHOWN_LINES = 8
-# The exception of a task that has lost another one.
-_LACKS = re.compile(r"ConnectionError: .* (?:chief|worker|ps):\d+\b")
+_TASKS = re.compile(r"\b(?:chief|worker|ps):\d+\b")
 _REPLACE_SECS = 0.5
 # Interval of the checks that all processes of a failed worker have ended and its output is read.
 _SWEPT_SECS = 0.05
@@ -183,7 +182,9 @@ class Attempt:
         raised, decides = self._supervisor.tracebacks.raised_secs, ended.name in self._undecided
         before = {name for name, each in self._latest.items() if each in self._handled and each is not ended}
         raised = {name: secs for name, secs in raised.items() if name not in before}
-        about = {"decides": decides, "raised_secs": raised, "is_consequence": any(map(_LACKS.match, ended.tail))}
+        errors = [line for line in ended.tail if line.startswith("ConnectionError: ")]
+        lacks = any({*_TASKS.findall(line)} - {ended.name} for line in errors)
+        about = {"decides": decides, "raised_secs": raised, "is_consequence": lacks}
         self._first.ended(ended.name, ended.returncode, time.monotonic(), **about)
         if self._first.failure and self._first.failure.task == ended.name:
             self._failed = ended

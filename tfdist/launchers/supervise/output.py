@@ -21,13 +21,14 @@ from tfdist.launchers import environment
 from tfdist.launchers.requests import SENT_PREFIX, LaunchError, setting
 
 # Lines that TensorFlow's C++ code writes in every task: at its start, before TF_CPP_MIN_LOG_LEVEL counts, at the end of
-# a pass, at SIGTERM, and before a Python exception, which follows. Other warnings and errors stay, and log files have
-# all lines. (303): the machine has no NVIDIA driver.
+# a pass, at SIGTERM, and where functions of tfdist fail in an operation. Other warnings and errors stay, and log files
+# have all lines. (303): the machine has no NVIDIA driver.
 _NOISE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\)|I0000 00:00:|To enable the following instructions: [A-Z]"
     r"|E0000 00:00:.*failed call to cuInit: .*\(303\)|W0000 00:00:.*Local rendezvous is aborting with status: ABORTED: "
     r"|[WE]0000 00:00:.*(?:Executor::StartAbort|\] Aborting \w+ with) |\t \[\[\{\{.*tensorflow\.DerivedStatus="
-    r"|W0000 00:00:.*\] (?:(?:Local rendezvous is aborting with status: )?[A-Z_]+: [A-Z]\w+Error: |SIGTERM caught )"
+    r"|W0000 00:00:.*\] (?:SIGTERM caught |(?:Local rendezvous is aborting with status: )?(?:UNKNOWN: ConnectionError: "
+    r".*(?:never (?:come|end), as|, which ended;)|INVALID_ARGUMENT: ValueError: dataset: every worker must ))"
     r"|The error could be from a previous operation\. Restart your program to reset\."
 )
 
@@ -71,7 +72,6 @@ class Tracebacks:
         self._lock = threading.Lock()
         # By text without numbers, for each task its first lines.
         self._raised_by: dict[str, dict[str, list[str]]] = {}
-        self._logged: set[str] = set()
 
     def begin(self, task: str) -> None:
         """Notes the beginning of a traceback."""
@@ -82,8 +82,8 @@ class Tracebacks:
         """Takes a traceback and what has followed; returns the lines to print, without what another task has raised."""
         if self.is_interrupted and _class_of(lines) == "KeyboardInterrupt":
             return []
-        if lines[1:2] == [""]:
-            return self._logged_by_tensorflow(lines)
+        if _is_logged_of_tfdist(lines):
+            return [line for line in lines[_end_of(lines) :] if line and not line.startswith("\t [[")]
         with self._lock:
             tasks = self._raised_by.setdefault(_NUMBERS.sub("0", "\n".join(lines)), {})
             printed = next((each for name, each in tasks.items() if name not in self.muted), lines)
@@ -94,16 +94,6 @@ class Tracebacks:
         # Behind the exception may stand what the program has written meanwhile, such as a loss of this task.
         seen = {_ADDRESS.sub("", line) for line in printed}
         return [line for line in lines[_end_of(lines) :] if _ADDRESS.sub("", line) not in seen]
-
-    def _logged_by_tensorflow(self, lines: list[str]) -> list[str]:
-        """Returns the lines to print of what TensorFlow logs where Python fails in an operation, several times."""
-        end = _end_of(lines)
-        text = _NUMBERS.sub("0", "\n".join(lines[:end]))
-        with self._lock:
-            # Of a sum that misses a worker, Python raises the same.
-            is_new = text not in self._logged and _class_of(lines) != "ConnectionError"
-            self._logged.add(text)
-        return lines if is_new else [line for line in lines[end:] if line and not line.startswith("\t [[")]
 
     def has_raised(self, task: str) -> bool:
         """Returns True if a traceback of this task was printed, or the same one of another task."""
@@ -155,6 +145,12 @@ class TracebackFilter:
         """Returns the held lines that are to be printed."""
         held, self.held = self.held, []
         return self._tracebacks.end(self._task, held) if held else []
+
+
+def _is_logged_of_tfdist(lines: Sequence[str]) -> bool:
+    """Returns True for what TensorFlow logs of a function of tfdist that raises in an operation; Python raises it, too."""
+    files = [line for line in lines[: _end_of(lines)] if line.startswith('  File "')]
+    return lines[1:2] == [""] and bool(files) and f"{os.sep}tfdist{os.sep}" in files[-1]
 
 
 def _class_of(lines: Sequence[str]) -> str:

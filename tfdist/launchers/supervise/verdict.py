@@ -20,8 +20,9 @@ from collections.abc import Mapping
 
 from tfdist.launchers.requests import TRY_AGAIN_EXIT_CODE
 
-# A task that has lost a peer ends with 75, often before the failed peer has ended: the wait for that peer.
-CAUSE_SECS = 5.0
+# A task that has lost a peer often ends before it: the wait for that peer. A chief that has raised stays for 3 s, so
+# that others read why, and has 3 s to end.
+CAUSE_SECS = 6.5
 # A worker or ps that has lost the chief may fail before the launcher sees the end of the chief.
 LEAST_SECS = 1.0
 # Exit code of Python after an exception, and the longest time from its traceback to the end of the process. A traceback
