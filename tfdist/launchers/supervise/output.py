@@ -148,7 +148,7 @@ class TracebackFilter:
 
 
 def _is_logged_of_tfdist(lines: Sequence[str]) -> bool:
-    """Returns True for what TensorFlow logs of a function of tfdist that raises in an operation; Python raises it, too."""
+    """Returns True for what TensorFlow logs of a function of tfdist in an operation, which Python raises, too."""
     files = [line for line in lines[: _end_of(lines)] if line.startswith('  File "')]
     return lines[1:2] == [""] and bool(files) and f"{os.sep}tfdist{os.sep}" in files[-1]
 
