@@ -51,7 +51,7 @@ def test_engine_has_the_members_of_the_protocol(engine: type):
 
 
 def test_every_engine_is_found():
-    kinds = ("Round", "Stream", "Averaging", "Asynchronous", "Quorum", "Threaded", "Warmup")
+    kinds = ("Round", "Stream", "Averaging", "Asynchronous", "Quorum", "Synchronous", "Threaded", "Warmup")
     assert {each.__name__ for each in _engines()} == {f"{kind}Engine" for kind in kinds}
 
 

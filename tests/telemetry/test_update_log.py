@@ -21,8 +21,18 @@ from hypothesis import strategies as st
 
 from tfdist import _files
 from tfdist.policies import Contribution
-from tfdist.telemetry.update_log import EventKind, Header, LogReader, LogWriter, Timeline, read_logs, records
+from tfdist.telemetry.update_log import (
+    EventKind,
+    Header,
+    LogReader,
+    LogWriter,
+    Timeline,
+    UpdateRecord,
+    columns,
+    read_logs,
+)
 from tfdist.telemetry.update_log.columns import (
+    FORMAT,
     FULL,
     Contributions,
     Events,
@@ -34,7 +44,7 @@ from tfdist.telemetry.update_log.columns import (
 )
 
 
-def write(directory: pathlib.Path, rows: Sequence[records.UpdateRecord], every: int = 0, **options) -> str:
+def write(directory: pathlib.Path, rows: Sequence[UpdateRecord], every: int = 0, **options) -> str:
     """Writes a log with a flush after so many updates, or one only."""
     head = options.pop("header", made.header())
     writer = LogWriter(str(directory), head, flush_secs=1e6, **options)
@@ -46,12 +56,12 @@ def write(directory: pathlib.Path, rows: Sequence[records.UpdateRecord], every: 
     return writer.directory
 
 
-def row(step: int, gradients: int = 1) -> records.UpdateRecord:
+def row(step: int, gradients: int = 1) -> UpdateRecord:
     each = [(index, step / 2 - 0.5, step / 2, 0, 0, 1.0, 0.0) for index in range(gradients)]
-    return records.UpdateRecord(step, step / 2, 0.5, 0.0, 0, 0, each)
+    return UpdateRecord(step, step / 2, 0.5, 0.0, 0, 0, each)
 
 
-def as_records(timeline: Timeline) -> list[records.UpdateRecord]:
+def as_records(timeline: Timeline) -> list[UpdateRecord]:
     """The inverse of writing, for the updates that are still in detail."""
     updates, gradients, offsets = timeline.updates, timeline.contributions, timeline.updates.offsets
     found = []
@@ -62,7 +72,7 @@ def as_records(timeline: Timeline) -> list[records.UpdateRecord]:
             worker, start, arrival, *others, _ = (array[index].item() for array in gradients.arrays().values())
             contributions.append(Contribution(worker, time + start, time + arrival, *others))
         columns = (getattr(updates, name)[row].item() for name in ("opened", "wait", "examples", "phase"))
-        found.append(records.UpdateRecord(updates.step[row].item(), time, *columns, contributions))
+        found.append(UpdateRecord(updates.step[row].item(), time, *columns, contributions))
     return found
 
 
@@ -138,7 +148,7 @@ def test_reader_skips_what_is_damaged_and_says_which(tmp_path, monkeypatch):
     (directory / ".x.part").write_bytes(b"half")
     other = tmp_path / "other" / "updates"
     other.mkdir(parents=True)
-    (other / "log.json").write_text(json.dumps({"format": records.FORMAT, "version": 3}))
+    (other / "log.json").write_text(json.dumps({"format": FORMAT, "version": 3}))
     reading = LogReader(tmp_path).read()
     assert [each.path for each in reading.skipped] == [
         "other/updates/log.json",
