@@ -28,7 +28,6 @@ from tfdist.telemetry.update_log import (
     LogWriter,
     Timeline,
     UpdateRecord,
-    columns,
     read_logs,
 )
 from tfdist.telemetry.update_log.columns import (
