@@ -154,9 +154,9 @@ class Conformance(Numbers):
 
     def test_replicas_without_examples_leave_no_trace(self, strategy: Any) -> None:
         x, y, batch_size = X[:9], Y[:9], 1
-        recurrent = [keras.layers.Reshape((4, 1)), keras.layers.LSTM(2)]
-        layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), *recurrent, keras.layers.Dense(1)]
         with strategy.scope():
+            recurrent = [keras.layers.Reshape((4, 1)), keras.layers.LSTM(2)]
+            layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), *recurrent, keras.layers.Dense(1)]
             model = keras.Sequential([keras.Input((3,)), *layers])
             model.compile("adam", "mse", metrics=["mae"])
         history = model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0).history
