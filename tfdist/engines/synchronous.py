@@ -109,42 +109,33 @@ class SynchronousEngine(Engine):
         def shares_of(parts: list[Any]) -> Shares | None:
             return None if is_even else Shares.of_batches(parts, lambda rows: (total, total < count), count)
 
-        return self._step(step, self.batch_of(handle), shares_of, tf.stack([handle.called, handle.got]))
+        limits = tf.stack([handle.called, handle.got])
+        return self.step(step, self.batch_of(handle), shares_of=shares_of, limits=limits)
 
     def batch_of(self, timed: step_times.Timed) -> Any:
         """Returns the batch of an element of a data set of this engine, for any function of replicas."""
         return replicas.values_of_replicas([timed.given[0]], always_wrap=False)
 
-    def step(self, step: Step, data: Any, options: Any = None) -> Any:
+    def step(
+        self,
+        step: Step,
+        data: Any,
+        options: Any = None,
+        shares_of: Callable[[list[Any]], Shares | None] | None = None,
+        limits: Any = None,
+    ) -> Any:
         """Runs a bound `train_step` or `test_step` on all replicas.
 
         Args:
           step: the step, after `build_optimizer`, of a model that `check_model` accepts.
           data: its argument: distributed values, or a value for every replica.
           options: of `tf.distribute.Strategy.run`.
-
-        Returns:
-          The logs, equal on all replicas and workers.
-        """
-        return self._step(step, data, options=options)
-
-    def _step(
-        self,
-        step: Step,
-        data: Any,
-        shares_of: Callable[[list[Any]], Shares | None] | None = None,
-        limits: Any = None,
-        options: Any = None,
-    ) -> Any:
-        """Makes a step.
-
-        Args:
-          step: see `step`.
-          data: likewise.
           shares_of: in `fit`, returns the shares of these parts of this process' replicas in the batch, None if they
             are equal. By default the workers sum their numbers of examples.
           limits: see `StepClock.begin`.
-          options: see `step`.
+
+        Returns:
+          The logs, equal on all replicas and workers.
         """
         strategy, model, training, in_fit = self._strategy, step.model, step.kind == "train", shares_of is not None
         # The engine of a warmup phase counts its updates itself.
