@@ -500,7 +500,7 @@ MOST_IN_COMPAT = 22
 MOST_LINES = 810
 MOST_SHARED_NAMES = 0
 # All lines, by folder and ending. What is added is taken away elsewhere.
-MOST_LINES_IN_ALL = {("tfdist", "py"): 48_710, ("tfdist", "js"): 1_379, ("tests", "py"): 39_512}
+MOST_LINES_IN_ALL = {("tfdist", "py"): 48_699, ("tfdist", "js"): 1_379, ("tests", "py"): 39_512}
 
 
 @functools.cache

@@ -93,7 +93,7 @@ class WorkerDataset(DistributedDataset):
         # was resumed included.
         self.passes = self.reads = 0
         # The last one that workers have read.
-        self._last: Pass | None = None
+        self._last = Pass(0)
         self._orders = progress.orders_of(dataset)
         # The share of each worker. Only that worker's thread uses it.
         self._own: dict[int, _Share] = {}
@@ -238,12 +238,10 @@ class WorkerDataset(DistributedDataset):
 
         return create(iterate, self._shipped)
 
-    def _is_irregular(self, ended: Pass | None) -> bool:
+    def _is_irregular(self, ended: Pass) -> bool:
         """Returns True if workers have not all read their own shares of a pass, once."""
-        if ended is None or ended.readers is None:
-            return ended is not None and ended.is_irregular
-        readers = [worker for worker in range(self._engine.num_workers) if self.share(worker) != 0]
-        return ended.is_irregular or not set(readers) <= set(ended.readers)
+        workers = {worker for worker in range(self._engine.num_workers) if self.share(worker) != 0}
+        return ended.is_irregular or (ended.readers is not None and not workers <= {*ended.readers})
 
     def iterate_piece(self, opened: Pass, share: int, start: int, step: int) -> Iterator[Any]:
         """Returns an iterator over every `step`-th batch of a share from `start` on, on the worker of this thread.
